@@ -570,7 +570,7 @@ class HybridCache:
         word = "closed" if executor.stopped else "closing" if executor.closing else "open"
         failed = "" if executor.failure is None else f", device failed: {executor.failure}"
         return (
-            f"<HybridCache {word}, {self.spec.model}, {len(state.sequences)} requests, {state.free}{failed}>"
+            f"<HybridCache {word}, {self.spec.model}, {len(state.requests)} requests, {state.free}{failed}>"
         )
 
 

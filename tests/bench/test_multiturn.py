@@ -131,8 +131,8 @@ def test_wrong_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_stamps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     compute = VirtualRunner._compute
 
-    def spoil_states(self: VirtualRunner, sequence: RequestState, length: int, digests: list[bytes]) -> None:
-        compute(self, sequence, length, digests)
+    def spoil_states(self: VirtualRunner, request: RequestState, length: int, digests: list[bytes]) -> None:
+        compute(self, request, length, digests)
         memory = self._cache.memory
         for tier in (Tier.DEVICE, Tier.HOST):
             memory["mamba", tier][:] = [b"spoiled"] * len(memory["mamba", tier])
@@ -157,7 +157,7 @@ def test_a_window_that_is_not_what_was_computed_is_seen(
 
         monkeypatch.setattr(ByteOracle, "write", spoil)
     else:
-        monkeypatch.setattr(VirtualRunner, "_fill", lambda self, sequence, first, digests: None)
+        monkeypatch.setattr(VirtualRunner, "_fill", lambda self, request, first, digests: None)
     report = run(num_clients=2, num_rounds=3, window=128, move_bytes=real)
 
     assert report.wrong_pages > 0

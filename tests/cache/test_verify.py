@@ -50,7 +50,7 @@ def a_slot_that_is_free_and_held(opened: Opened) -> None:
 
 
 def a_slot_with_two_owners(opened: Opened) -> None:
-    sequence = next(iter(opened.state.sequences))
+    sequence = next(iter(opened.state.requests))
     sequence.duplicates.append(opened.node().slots[FULL_DEVICE][0])
 
 

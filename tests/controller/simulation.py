@@ -67,8 +67,8 @@ class Simulation:
     def stamp(pool: str, digest: bytes) -> bytes:
         return pool.encode() + digest
 
-    def digests(self, sequence: RequestState) -> list[bytes]:
-        return page_digests(sequence.tokens, self.spec.page_size, sequence.seed)
+    def digests(self, request: RequestState) -> list[bytes]:
+        return page_digests(request.tokens, self.spec.page_size, request.seed)
 
     # Copies
 
@@ -114,14 +114,14 @@ class Simulation:
     # Requests
 
     def open(self, tokens: list[int]) -> RequestState:
-        sequence = self.planner.open(array("q", tokens), b"")
-        self.start(self.planner.count_hit(sequence))
-        self.live.append(sequence)
-        return sequence
+        request = self.planner.open(array("q", tokens), b"")
+        self.start(self.planner.count_hit(request))
+        self.live.append(request)
+        return request
 
-    def prefetch(self, sequence: RequestState, fail: float = 0.0) -> None:
+    def prefetch(self, request: RequestState, fail: float = 0.0) -> None:
         reader = self.planner.fetches
-        query = reader.ask(sequence.tokens, sequence.seed)
+        query = reader.ask(request.tokens, request.seed)
         if query is None:
             return
         present = {
@@ -146,94 +146,94 @@ class Simulation:
         for gained in reader.deliver(choice.read, outcomes):
             self.start(gained.backups)
         reader.finish(choice.read)
-        self.planner.rematch(sequence)
+        self.planner.rematch(request)
 
-    def load(self, sequence: RequestState) -> None:
-        mine = self.planner.loads.load(sequence)
+    def load(self, request: RequestState) -> None:
+        mine = self.planner.loads.load(request)
         self.start(mine)
         for copy in mine:
             self.end(self.flying.index(copy))
         while any(copy for copy in self.flying if copy.direction is Direction.LOAD):
             self.end(next(i for i, c in enumerate(self.flying) if c.direction is Direction.LOAD))
-        self.check(sequence)
+        self.check(request)
 
-    def check(self, sequence: RequestState) -> None:
+    def check(self, request: RequestState) -> None:
         """Everything that the request was given is what it must be."""
-        digests = self.digests(sequence)
-        self.hit_tokens += sequence.hit_pages * self.spec.page_size
-        for page in range(sequence.hit_pages):
-            got = self.memory["kv", Tier.DEVICE][sequence.pages[page]]
+        digests = self.digests(request)
+        self.hit_tokens += request.hit_pages * self.spec.page_size
+        for page in range(request.hit_pages):
+            got = self.memory["kv", Tier.DEVICE][request.pages[page]]
             assert got == self.stamp("kv", digests[page]), (page, got)
-        for number, slot in sequence.states.items() if sequence.hit_pages else ():
+        for number, slot in request.states.items() if request.hit_pages else ():
             name = self.planner.state.names[number]
             got = self.memory[name, Tier.DEVICE][slot]
-            assert got == self.stamp(name, digests[sequence.hit_pages - 1])
-        self.check_windows(sequence)
+            assert got == self.stamp(name, digests[request.hit_pages - 1])
+        self.check_windows(request)
 
-    def check_windows(self, sequence: RequestState) -> None:
+    def check_windows(self, request: RequestState) -> None:
         """What a forward would read now is there."""
-        digests = self.digests(sequence)
-        for number, window in sequence.windows.items():
+        digests = self.digests(request)
+        for number, window in request.windows.items():
             name = self.planner.state.names[number]
             needed = self.spec.pool(name).coverage.pages
             assert needed is not None
-            computed = self.computed.get(sequence, sequence.hit_pages)
+            computed = self.computed.get(request, request.hit_pages)
             assert window.first <= max(computed - needed, 0)
             for page, slot in enumerate(window.slots[: computed - window.first], start=window.first):
                 got = self.memory[name, Tier.DEVICE][slot]
                 assert got == self.stamp(name, digests[page]), (name, page, got)
 
-    def compute(self, sequence: RequestState, length: int, *, final: bool = False) -> bool:
+    def compute(self, request: RequestState, length: int, *, final: bool = False) -> bool:
         """Run a forward up to `length` tokens and publish it; False if there is no room."""
-        if sequence.finished:
+        if request.finished:
             return False
         try:
-            self.planner.extend(sequence, max(length - sequence.reserved, 0))
+            self.planner.extend(request, max(length - request.reserved, 0))
         except CapacityError:
             return False
         self.start(self.planner.backups.clean())
-        digests = self.digests(sequence)
-        for page in range(sequence.borrowed, length // self.spec.page_size):
-            self.memory["kv", Tier.DEVICE][sequence.pages[page]] = self.stamp("kv", digests[page])
-        self.check_windows(sequence)
+        digests = self.digests(request)
+        for page in range(request.borrowed, length // self.spec.page_size):
+            self.memory["kv", Tier.DEVICE][request.pages[page]] = self.stamp("kv", digests[page])
+        self.check_windows(request)
         whole = length // self.spec.page_size
-        self._compute_windows(sequence, whole, digests)
-        for number, slot in sequence.states.items() if whole and length % self.spec.page_size == 0 else ():
+        self._compute_windows(request, whole, digests)
+        for number, slot in request.states.items() if whole and length % self.spec.page_size == 0 else ():
             name = self.planner.state.names[number]
             self.memory[name, Tier.DEVICE][slot] = self.stamp(name, digests[whole - 1])
-        copies = self.planner.publish(sequence, length, final=final)
+        copies = self.planner.publish(request, length, final=final)
         self.start(copies)
-        self.retire(sequence, length)
+        self.retire(request, length)
         for copy in copies:
             # The working state is overwritten by the next forward: its copy runs in stream order.
             if copy.direction is Direction.FORK:
                 self.end(self.flying.index(copy))
         return True
 
-    def _compute_windows(self, sequence: RequestState, whole: int, digests: list[bytes]) -> None:
+    def _compute_windows(self, request: RequestState, whole: int, digests: list[bytes]) -> None:
         """Write the pages of windows that lie behind what was computed before."""
-        done = self.computed.get(sequence, sequence.hit_pages)
-        for number, window in sequence.windows.items():
+        done = self.computed.get(request, request.hit_pages)
+        for number, window in request.windows.items():
             name = self.planner.state.names[number]
             for page in range(max(done, window.first), whole):
                 slot = window.slots[page - window.first]
                 assert slot in window.own, "a page that is not the request's is written"
                 self.memory[name, Tier.DEVICE][slot] = self.stamp(name, digests[page])
-        self.computed[sequence] = max(done, whole)
+        self.computed[request] = max(done, whole)
 
-    def retire(self, sequence: RequestState, length: int) -> None:
+    def retire(self, request: RequestState, length: int) -> None:
         """The request moved on; the forward that read its windows may end much later."""
-        retired = self.planner.windows.retire(sequence, length)
+        retired = self.planner.windows.retire(request, length)
         if retired is not None:
             self.retired.append(retired)
 
     def end_forward(self) -> None:
         self.planner.windows.finish(self.retired.pop(0))
 
-    def close(self, sequence: RequestState) -> None:
-        self.live.remove(sequence)
-        self.computed.pop(sequence, None)
-        self.planner.release(sequence)
+    def close(self, request: RequestState) -> None:
+        self.live.remove(request)
+        self.computed.pop(request, None)
+        self.planner.release(request)
 
     def verify(self) -> None:
         assert self.planner.state.verify() == []

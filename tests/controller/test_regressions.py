@@ -298,7 +298,7 @@ def test_a_state_handed_over_while_its_load_fails_is_lost_once(policy: WritePoli
     sim.close(second)
 
     assert books.verify() == []
-    assert not books.sequences
+    assert not books.requests
 
 
 def test_a_copy_that_ends_takes_no_other_that_looks_alike_off_the_list():

@@ -18,18 +18,18 @@ SLOTS = {"kv": (64, 0), "mamba": (16, 0)}
 
 def serve(planner: Planner, tokens: list[int]) -> tuple[int, tuple[int, ...]]:
     """Prefill one prompt and publish it at every cut; pages restored, and the cuts."""
-    sequence = planner.open(array("q", tokens), b"")
-    settle(planner, sequence, None)
-    planner.extend(sequence, len(tokens) - sequence.reserved)
-    cuts = planner.cuts(sequence)
+    request = planner.open(array("q", tokens), b"")
+    settle(planner, request, None)
+    planner.extend(request, len(tokens) - request.reserved)
+    cuts = planner.cuts(request)
     for cut in cuts:
-        settle(planner, sequence, cut)
-    planner.release(sequence)
-    return sequence.hit_pages, cuts
+        settle(planner, request, cut)
+    planner.release(request)
+    return request.hit_pages, cuts
 
 
-def settle(planner: Planner, sequence: RequestState, length: int | None) -> None:
-    copies = planner.loads.load(sequence) if length is None else planner.publish(sequence, length)
+def settle(planner: Planner, request: RequestState, length: int | None) -> None:
+    copies = planner.loads.load(request) if length is None else planner.publish(request, length)
     for copy in copies:
         planner.copy_finished(copy, None)
 

@@ -27,8 +27,8 @@ def _clean() -> Iterator[None]:
     SIMULATIONS.clear()
     yield
     for sim in SIMULATIONS:
-        for sequence in list(sim.live):
-            sim.close(sequence)
+        for request in list(sim.live):
+            sim.close(request)
         sim.settle()
         sim.verify()
         assert all(not any(node.pins) for node in sim.planner.state.tree.nodes())
@@ -53,12 +53,12 @@ def simulation(
 
 
 def published(sim: Simulation, tokens: list[int], *stops: int) -> Node:
-    sequence = sim.open(tokens)
-    sim.load(sequence)
+    request = sim.open(tokens)
+    sim.load(request)
     for stop in stops or (len(tokens),):
-        assert sim.compute(sequence, stop)
-    node = sequence.lease.node
-    sim.close(sequence)
+        assert sim.compute(request, stop)
+    node = request.lease.node
+    sim.close(request)
     while sim.retired:
         sim.end_forward()
     return node
@@ -91,8 +91,8 @@ def off_the_device(sim: Simulation, *numbers: int) -> None:
         sim.planner.state.evict(place_of(number, Tier.DEVICE), 64, dirty=True)
 
 
-def sources(sequence: RequestState) -> dict[tuple[str, Tier], int]:
-    return {place: count for place, count in sequence.sources.items() if count}
+def sources(request: RequestState) -> dict[tuple[str, Tier], int]:
+    return {place: count for place, count in request.sources.items() if count}
 
 
 # Where a prefix comes from
@@ -101,20 +101,20 @@ def sources(sequence: RequestState) -> dict[tuple[str, Tier], int]:
 def test_a_prefix_on_the_device_is_borrowed_as_it_is() -> None:
     sim = simulation()
     upper, lower = published(sim, HEAD), published(sim, LONG)
-    sequence = sim.open([*LONG, 9])
+    request = sim.open([*LONG, 9])
 
-    copies = sim.planner.loads.load(sequence)
+    copies = sim.planner.loads.load(request)
 
     assert moved(copies) == []
     assert [copy.direction for copy in copies] == [Direction.LOAD]
-    assert sequence.users == 2
-    assert sequence.loaded
-    assert (sequence.hit_pages, sequence.borrowed, sequence.reserved) == (4, 4, 8)
-    assert sequence.pages == upper.slots_at(FULL_DEVICE) + lower.slots_at(FULL_DEVICE)
-    assert (sequence.tier, sequence.reason) == (Tier.DEVICE, MissReason.NONE)
-    assert sources(sequence) == {("kv", Tier.DEVICE): 4}
+    assert request.users == 2
+    assert request.loaded
+    assert (request.hit_pages, request.borrowed, request.reserved) == (4, 4, 8)
+    assert request.pages == upper.slots_at(FULL_DEVICE) + lower.slots_at(FULL_DEVICE)
+    assert (request.tier, request.reason) == (Tier.DEVICE, MissReason.NONE)
+    assert sources(request) == {("kv", Tier.DEVICE): 4}
     end(sim, copies)
-    assert sequence.users == 1
+    assert request.users == 1
 
 
 def test_what_is_on_the_host_only_is_copied() -> None:
@@ -123,15 +123,15 @@ def test_what_is_on_the_host_only_is_copied() -> None:
     back_up(sim, lower)
     sim.planner.state.evict(FULL_DEVICE, 2, dirty=True)
     assert not lower.slots_at(FULL_DEVICE)
-    sequence = sim.open([*LONG, 9])
-    assert sim.planner.loads.tier(sequence) is Tier.HOST
+    request = sim.open([*LONG, 9])
+    assert sim.planner.loads.tier(request) is Tier.HOST
 
-    copies = sim.planner.loads.load(sequence)
+    copies = sim.planner.loads.load(request)
 
     assert moved(copies) == [(Direction.LOAD, "kv", lower.slots_at(FULL_HOST), lower.slots_at(FULL_DEVICE))]
-    assert sequence.pages == upper.slots_at(FULL_DEVICE) + lower.slots_at(FULL_DEVICE)
-    assert sequence.tier is Tier.HOST
-    assert sources(sequence) == {("kv", Tier.DEVICE): 2, ("kv", Tier.HOST): 2}
+    assert request.pages == upper.slots_at(FULL_DEVICE) + lower.slots_at(FULL_DEVICE)
+    assert request.tier is Tier.HOST
+    assert sources(request) == {("kv", Tier.DEVICE): 2, ("kv", Tier.HOST): 2}
     end(sim, copies)
 
 
@@ -139,30 +139,30 @@ def test_a_state_on_the_device_is_copied_there_and_one_on_the_host_comes_along()
     sim = simulation(mamba=(8, 8))
     node = published(sim, HEAD)
     (source,) = node.slots_at(place_of(1, Tier.DEVICE))
-    sequence = sim.open(LONG)
+    request = sim.open(LONG)
 
-    copies = sim.planner.loads.load(sequence)
+    copies = sim.planner.loads.load(request)
 
-    assert moved(copies) == [(Direction.FORK, "mamba", [source], [sequence.states[1]])]
+    assert moved(copies) == [(Direction.FORK, "mamba", [source], [request.states[1]])]
     assert [copy.direction for copy in copies] == [Direction.FORK, Direction.LOAD], "the last one covers all"
-    assert copies[1].reads == [("mamba", [sequence.states[1]])]
-    assert sequence.users == 3
-    assert sources(sequence) == {("kv", Tier.DEVICE): 2, ("mamba", Tier.DEVICE): 1}
+    assert copies[1].reads == [("mamba", [request.states[1]])]
+    assert request.users == 3
+    assert sources(request) == {("kv", Tier.DEVICE): 2, ("mamba", Tier.DEVICE): 1}
     end(sim, copies)
-    sim.close(sequence)
+    sim.close(request)
 
     back_up(sim, node)
     off_the_device(sim, 1, 0)
     (source,) = node.slots_at(place_of(1, Tier.HOST))
-    sequence = sim.open(LONG)
-    copies = sim.planner.loads.load(sequence)
+    request = sim.open(LONG)
+    copies = sim.planner.loads.load(request)
     assert moved(copies) == [
         (Direction.LOAD, "kv", node.slots_at(FULL_HOST), node.slots_at(FULL_DEVICE)),
-        (Direction.LOAD, "mamba", [source], [sequence.states[1]]),
+        (Direction.LOAD, "mamba", [source], [request.states[1]]),
     ]
     assert not node.slots_at(place_of(1, Tier.DEVICE)), "each request has its own"
-    assert (sequence.tier, sequence.users) == (Tier.HOST, 2)
-    assert sources(sequence) == {("kv", Tier.HOST): 2, ("mamba", Tier.HOST): 1}
+    assert (request.tier, request.users) == (Tier.HOST, 2)
+    assert sources(request) == {("kv", Tier.HOST): 2, ("mamba", Tier.HOST): 1}
     end(sim, copies)
 
 
@@ -173,12 +173,12 @@ def test_a_tier_is_the_farthest_that_any_pool_comes_from(lower_on_host: bool) ->
     back_up(sim, node)
     if lower_on_host:
         off_the_device(sim, 1)
-    sequence = sim.open(LONG)
+    request = sim.open(LONG)
     expected = Tier.HOST if lower_on_host else Tier.DEVICE
 
-    assert sim.planner.loads.tier(sequence) is expected
-    sim.load(sequence)
-    assert sequence.tier is expected
+    assert sim.planner.loads.tier(request) is expected
+    sim.load(request)
+    assert request.tier is expected
     empty = sim.open([9, 9])
     assert sim.planner.loads.tier(empty) is Tier.DEVICE
 
@@ -191,14 +191,14 @@ def test_what_a_prefetch_brought_is_counted_for_storage() -> None:
     after = simulation(mamba=(8, 8))
     after.storage = sim.storage
     published(after, HEAD)
-    sequence = after.open([*LONG, 9])
-    assert (sequence.matched_pages, sequence.fetched_pages) == (2, 0)
-    after.prefetch(sequence)
-    assert (sequence.matched_pages, sequence.fetched_pages) == (4, 2)
-    after.load(sequence)
+    request = after.open([*LONG, 9])
+    assert (request.matched_pages, request.fetched_pages) == (2, 0)
+    after.prefetch(request)
+    assert (request.matched_pages, request.fetched_pages) == (4, 2)
+    after.load(request)
 
-    assert sequence.tier is Tier.STORAGE
-    assert sources(sequence) == {
+    assert request.tier is Tier.STORAGE
+    assert sources(request) == {
         ("kv", Tier.DEVICE): 2,
         ("kv", Tier.STORAGE): 2,
         ("mamba", Tier.STORAGE): 1,
@@ -211,28 +211,28 @@ def test_what_a_prefetch_brought_is_counted_for_storage() -> None:
 
 def test_a_match_that_others_made_longer_was_not_fetched() -> None:
     sim = simulation()
-    sequence = sim.open([*LONG, 9])
+    request = sim.open([*LONG, 9])
     published(sim, LONG)
-    sim.planner.rematch(sequence, fetched=False)
+    sim.planner.rematch(request, fetched=False)
 
-    assert (sequence.matched_pages, sequence.fetched_pages) == (4, 0)
-    assert not sequence.prefetched
+    assert (request.matched_pages, request.fetched_pages) == (4, 0)
+    assert not request.prefetched
     sim.planner.flush()
-    sim.planner.rematch(sequence)
-    assert (sequence.matched_pages, sequence.fetched_pages) == (4, 0), "its lease keeps it"
+    sim.planner.rematch(request)
+    assert (request.matched_pages, request.fetched_pages) == (4, 0), "its lease keeps it"
 
 
 def test_a_match_that_became_shorter_was_fetched_no_further() -> None:
     sim = simulation()
     node = published(sim, LONG)
-    sequence = sim.open([*LONG, 9])
-    sequence.fetched_pages = 4
-    sim.planner.rest(sequence)
+    request = sim.open([*LONG, 9])
+    request.fetched_pages = 4
+    sim.planner.rest(request)
     sim.planner.state.evict(FULL_DEVICE, 1, dirty=True)
     assert node.pages == 3
 
-    sim.planner.rematch(sequence)
-    assert (sequence.matched_pages, sequence.fetched_pages) == (3, 3)
+    sim.planner.rematch(request)
+    assert (request.matched_pages, request.fetched_pages) == (3, 3)
 
 
 # What is kept
@@ -243,8 +243,8 @@ def test_what_a_load_reads_stays_until_it_has_ended() -> None:
     node = published(sim, HEAD)
     back_up(sim, node)
     off_the_device(sim, 1, 0)
-    sequence = sim.open(LONG)
-    copies = sim.planner.loads.load(sequence)
+    request = sim.open(LONG)
+    copies = sim.planner.loads.load(request)
     books = sim.planner.state
 
     books.evict(place_of(1, Tier.HOST), 8, dirty=True)
@@ -253,7 +253,7 @@ def test_what_a_load_reads_stays_until_it_has_ended() -> None:
     end(sim, copies)
     books.evict(FULL_DEVICE, 64, dirty=True)
     assert books.free[FULL_DEVICE].held == 2, "the request borrows them"
-    sim.close(sequence)
+    sim.close(request)
     for place in (place_of(1, Tier.HOST), FULL_HOST, FULL_DEVICE):
         books.evict(place, 64, dirty=True)
     assert [free.held for free in books.free] == [0, 0, 0, 0]
@@ -262,9 +262,9 @@ def test_what_a_load_reads_stays_until_it_has_ended() -> None:
 def test_a_state_that_is_copied_on_the_device_stays_until_it_is() -> None:
     sim = simulation(mamba=(8, 0))
     published(sim, HEAD)
-    sequence = sim.open(LONG)
-    copies = sim.planner.loads.load(sequence)
-    sim.close(sequence)
+    request = sim.open(LONG)
+    copies = sim.planner.loads.load(request)
+    sim.close(request)
     books = sim.planner.state
     books.evict(place_of(1, Tier.DEVICE), 8, dirty=True)
     assert books.free[place_of(1, Tier.DEVICE)].held == 2
@@ -310,37 +310,37 @@ def test_without_a_slot_for_its_state_a_request_is_given_nothing() -> None:
     others = [sim.open([9, number]) for number in range(2)]
     for other in others:
         sim.load(other)
-    sequence = sim.open(LONG)
-    assert sequence.matched_pages == 2
-    copies = sim.planner.loads.load(sequence)
+    request = sim.open(LONG)
+    assert request.matched_pages == 2
+    copies = sim.planner.loads.load(request)
 
     assert moved(copies) == []
-    assert (sequence.hit_pages, sequence.pages, sequence.states) == (0, [], {})
-    assert sim.planner.reason(sequence) is MissReason.DEVICE_CAPACITY
-    assert sources(sequence) == {}
-    assert sequence.tier is Tier.DEVICE
+    assert (request.hit_pages, request.pages, request.states) == (0, [], {})
+    assert sim.planner.reason(request) is MissReason.DEVICE_CAPACITY
+    assert sources(request) == {}
+    assert request.tier is Tier.DEVICE
     end(sim, copies)
     with pytest.raises(CapacityError):
-        sim.planner.extend(sequence, 2)
+        sim.planner.extend(request, 2)
     sim.close(others.pop())
-    sim.planner.extend(sequence, 2)
-    assert len(sequence.states) == 1
+    sim.planner.extend(request, 2)
+    assert len(request.states) == 1
 
 
 def test_a_request_after_a_failure_is_served_without_the_cache() -> None:
     sim = simulation(mamba=(8, 8), swa=(16, 16))
     published(sim, HEAD)
-    sequence = sim.open(LONG)
+    request = sim.open(LONG)
 
-    copies = sim.planner.loads.load_nothing(sequence)
+    copies = sim.planner.loads.load_nothing(request)
 
-    assert (moved(copies), len(copies), sequence.users) == ([], 1, 2)
-    assert sequence.loaded
-    assert (sequence.hit_pages, sequence.pages, sequence.reason) == (0, [], MissReason.TRANSFER_FAILED)
-    assert [(window.first, window.slots) for window in sequence.windows.values()] == [(0, [])]
-    assert sequence.lease.node.parent is None
+    assert (moved(copies), len(copies), request.users) == ([], 1, 2)
+    assert request.loaded
+    assert (request.hit_pages, request.pages, request.reason) == (0, [], MissReason.TRANSFER_FAILED)
+    assert [(window.first, window.slots) for window in request.windows.values()] == [(0, [])]
+    assert request.lease.node.parent is None
     end(sim, copies)
-    assert sim.planner.reason(sequence) is MissReason.TRANSFER_FAILED
+    assert sim.planner.reason(request) is MissReason.TRANSFER_FAILED
 
 
 def test_slots_that_copies_take_are_counted_by_place() -> None:
@@ -356,60 +356,60 @@ def test_slots_that_copies_take_are_counted_by_place() -> None:
 
 def test_so_many_pages_are_new() -> None:
     sim = simulation()
-    sequence = sim.open([1, 2, 3])
-    sim.load(sequence)
+    request = sim.open([1, 2, 3])
+    sim.load(request)
 
-    assert [sim.planner.new_pages(sequence, tokens) for tokens in range(5)] == [0, 1, 1, 2, 2]
-    assert sim.planner.extend(sequence, 3) == {"kv": sequence.pages}
-    assert (len(sequence.pages), sequence.reserved) == (2, 3)
-    assert [sim.planner.new_pages(sequence, tokens) for tokens in range(4)] == [0, 0, 1, 1]
-    assert sim.planner.extend(sequence, 1) == {"kv": []}
-    assert sim.planner.extend(sequence, 1) == {"kv": sequence.pages[2:]}
-    assert (len(sequence.pages), sequence.reserved) == (3, 5)
+    assert [sim.planner.new_pages(request, tokens) for tokens in range(5)] == [0, 1, 1, 2, 2]
+    assert sim.planner.extend(request, 3) == {"kv": request.pages}
+    assert (len(request.pages), request.reserved) == (2, 3)
+    assert [sim.planner.new_pages(request, tokens) for tokens in range(4)] == [0, 0, 1, 1]
+    assert sim.planner.extend(request, 1) == {"kv": []}
+    assert sim.planner.extend(request, 1) == {"kv": request.pages[2:]}
+    assert (len(request.pages), request.reserved) == (3, 5)
 
 
 def test_a_window_grows_with_the_pages() -> None:
     sim = simulation(swa=(16, 0), window=2)
-    sequence = sim.open(LONG)
-    sim.load(sequence)
-    given = sim.planner.extend(sequence, 5)
-    window = sequence.windows[1]
+    request = sim.open(LONG)
+    sim.load(request)
+    given = sim.planner.extend(request, 5)
+    window = request.windows[1]
 
-    assert given == {"kv": sequence.pages, "swa": window.slots}
+    assert given == {"kv": request.pages, "swa": window.slots}
     assert (len(window.slots), window.own, window.first) == (3, set(window.slots), 0)
-    more = sim.planner.extend(sequence, 2)
-    assert more == {"kv": sequence.pages[3:], "swa": window.slots[3:]}
+    more = sim.planner.extend(request, 2)
+    assert more == {"kv": request.pages[3:], "swa": window.slots[3:]}
     assert len(window.slots) == 4
 
 
 def test_where_a_window_has_no_room_no_pages_are_taken() -> None:
     sim = simulation(swa=(3, 0), window=2)
-    sequence = sim.open(LONG)
-    sim.load(sequence)
+    request = sim.open(LONG)
+    sim.load(request)
 
     with pytest.raises(CapacityError, match="4 more swa device slots wanted, 3 of 3 are free"):
-        sim.planner.extend(sequence, 8)
-    assert sequence.pages == sequence.windows[1].slots == []
-    assert sequence.reserved == 0
-    sim.planner.extend(sequence, 6)
+        sim.planner.extend(request, 8)
+    assert request.pages == request.windows[1].slots == []
+    assert request.reserved == 0
+    sim.planner.extend(request, 6)
 
 
 # Windows
 
 
 def grown(sim: Simulation, tokens: list[int], length: int) -> RequestState:
-    sequence = sim.open(tokens)
-    sim.load(sequence)
-    sim.planner.extend(sequence, length)
-    return sequence
+    request = sim.open(tokens)
+    sim.load(request)
+    sim.planner.extend(request, length)
+    return request
 
 
 def test_a_restored_window_is_the_trees_until_it_is_left_behind() -> None:
     sim = simulation(swa=(16, 16), window=2)
     node = published(sim, LONG)
     slots = [slot for part in (node,) for slot in part.slots_at(place_of(1, Tier.DEVICE))]
-    sequence = grown(sim, [*LONG, 9, 10], 2)
-    window = sequence.windows[1]
+    request = grown(sim, [*LONG, 9, 10], 2)
+    window = request.windows[1]
 
     assert window.first == 2
     assert window.slots[:2] == slots[-2:]
@@ -424,11 +424,11 @@ def test_a_restored_window_is_the_trees_until_it_is_left_behind() -> None:
 def test_a_request_lets_go_of_what_lies_before_its_window(length: int, first: int, freed: int) -> None:
     """Five pages have room; nothing is published, so all of them are the request's own."""
     sim = simulation(swa=(16, 16), window=2)
-    sequence = grown(sim, [*LONG, 9, 10], 10)
-    window = sequence.windows[1]
+    request = grown(sim, [*LONG, 9, 10], 10)
+    window = request.windows[1]
     slots, place = list(window.slots), place_of(1, Tier.DEVICE)
 
-    retired = sim.planner.windows.retire(sequence, length)
+    retired = sim.planner.windows.retire(request, length)
 
     assert (window.first, window.slots, window.own) == (first, slots[first:], set(slots[first:]))
     assert (retired is None) == (freed == 0)
@@ -442,8 +442,8 @@ def test_a_request_lets_go_of_what_lies_before_its_window(length: int, first: in
 
 def test_pages_that_a_failed_forward_may_still_write_to_are_not_lent_again() -> None:
     sim = simulation(swa=(16, 16), window=2)
-    sequence = grown(sim, LONG, 8)
-    retired = sim.planner.windows.retire(sequence, 8)
+    request = grown(sim, LONG, 8)
+    retired = sim.planner.windows.retire(request, 8)
     assert retired is not None
     sim.planner.windows.finish(retired, RuntimeError("the device failed"))
 
@@ -453,11 +453,11 @@ def test_pages_that_a_failed_forward_may_still_write_to_are_not_lent_again() -> 
 @pytest.mark.parametrize(("snapshot", "first"), [(2, 0), (4, 0), (6, 1), (8, 2), (10, 3)])
 def test_a_snapshot_that_may_yet_be_published_keeps_its_window(snapshot: int, first: int) -> None:
     sim = simulation(mamba=(8, 0), swa=(16, 0), window=2)
-    sequence = grown(sim, [*LONG, 9, 10], 10)
-    end(sim, sim.planner.snapshot(sequence, snapshot))
+    request = grown(sim, [*LONG, 9, 10], 10)
+    end(sim, sim.planner.snapshot(request, snapshot))
 
-    retired = sim.planner.windows.retire(sequence, 10)
-    assert sequence.windows[sim.planner.state.names.index("swa")].first == first
+    retired = sim.planner.windows.retire(request, 10)
+    assert request.windows[sim.planner.state.names.index("swa")].first == first
     if retired is not None:
         sim.planner.windows.finish(retired)
 
@@ -465,11 +465,11 @@ def test_a_snapshot_that_may_yet_be_published_keeps_its_window(snapshot: int, fi
 def test_a_window_that_the_tree_had_already_stays_the_requests() -> None:
     sim = simulation(swa=(16, 16), window=2)
     first, second = grown(sim, LONG, 8), grown(sim, LONG, 8)
-    for sequence in (first, second):
+    for request in (first, second):
         for page in range(4):
-            stamp = sim.stamp("kv", sim.digests(sequence)[page])
-            sim.memory["kv", Tier.DEVICE][sequence.pages[page]] = stamp
-        sim.planner.publish(sequence, 8)
+            stamp = sim.stamp("kv", sim.digests(request)[page])
+            sim.memory["kv", Tier.DEVICE][request.pages[page]] = stamp
+        sim.planner.publish(request, 8)
 
     assert first.windows[1].own == set()
     assert second.windows[1].own == set(second.windows[1].slots)
@@ -485,10 +485,10 @@ def test_a_window_that_the_tree_had_already_stays_the_requests() -> None:
 def test_all_but_the_last_page_of_a_prompt_is_no_miss(tokens: int, hit: int) -> None:
     sim = simulation()
     published(sim, [*LONG, 9, 10, 11, 12])
-    sequence = sim.open([*LONG, 9, 10][:tokens])
+    request = sim.open([*LONG, 9, 10][:tokens])
 
-    assert sequence.matched_pages == hit
-    assert sim.planner.reason(sequence) is MissReason.NONE
+    assert request.matched_pages == hit
+    assert sim.planner.reason(request) is MissReason.NONE
     shorter = sim.open([*LONG[:6], 50, 51, 52])
     assert sim.planner.reason(shorter) is MissReason.COLD
 
@@ -513,14 +513,14 @@ def test_the_second_request_on_a_path_makes_it_due() -> None:
 @pytest.mark.parametrize("poisoned", [False, True])
 def test_all_that_a_request_has_of_its_own_goes_back(poisoned: bool) -> None:
     sim = simulation(mamba=(8, 0), swa=(16, 0))
-    sequence = grown(sim, LONG, 8)
-    end(sim, sim.planner.snapshot(sequence, 8))
+    request = grown(sim, LONG, 8)
+    end(sim, sim.planner.snapshot(request, 8))
     books = sim.planner.state
     held = [free.held for free in books.free]
     assert sorted(held) == [0, 0, 0, 2, 4, 4]
-    sequence.poisoned = poisoned
+    request.poisoned = poisoned
 
-    sim.close(sequence)
+    sim.close(request)
     assert [free.quarantined for free in books.free] == (held if poisoned else [0] * 6)
     assert [free.available for free in books.free] == [
         free.capacity - (count if poisoned else 0) for free, count in zip(books.free, held, strict=True)
@@ -530,23 +530,23 @@ def test_all_that_a_request_has_of_its_own_goes_back(poisoned: bool) -> None:
 def test_a_request_is_given_back_with_the_last_copy_for_it() -> None:
     sim = simulation(mamba=(8, 0))
     published(sim, HEAD)
-    sequence = sim.open(LONG)
-    copies = sim.planner.loads.load(sequence)
-    assert sequence.users == 3
-    sim.close(sequence)
+    request = sim.open(LONG)
+    copies = sim.planner.loads.load(request)
+    assert request.users == 3
+    sim.close(request)
     for copy in copies:
-        assert sequence in sim.planner.state.sequences
+        assert request in sim.planner.state.requests
         assert sim.planner.copy_finished(copy, None) is None
-    assert sequence not in sim.planner.state.sequences
+    assert request not in sim.planner.state.requests
 
 
 def test_a_copy_that_failed_makes_nothing_due_and_its_request_poisoned() -> None:
     sim = simulation(policy=WritePolicy.WRITE_THROUGH)
-    sequence = grown(sim, LONG, 8)
-    (copy,) = sim.planner.publish(sequence, 8)
-    assert copy.publishes is sequence.lease.node
+    request = grown(sim, LONG, 8)
+    (copy,) = sim.planner.publish(request, 8)
+    assert copy.publishes is request.lease.node
     assert copy.user is None
     assert sim.planner.copy_finished(copy, RuntimeError("planted")) is None
-    assert not sequence.poisoned, "it was no copy for the request"
+    assert not request.poisoned, "it was no copy for the request"
     assert sim.planner.state.free[FULL_HOST].quarantined == 4
     assert sim.planner.state.tier_copies == []

@@ -107,7 +107,7 @@ def test_a_closed_cache_lets_go_of_what_only_finished_requests_borrow():
     sim.start(sim.planner.loads.load(finished))
     finished.closed = True
     sim.close(finished)  # its copy is under way, and nobody will tell of its end
-    assert finished in sim.planner.state.sequences
+    assert finished in sim.planner.state.requests
 
     sim.planner.abandon()
 

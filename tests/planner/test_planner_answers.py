@@ -27,8 +27,8 @@ def _closed() -> Iterator[None]:
     SIMULATIONS.clear()
     yield
     for sim in SIMULATIONS:
-        for sequence in list(sim.live):
-            sim.close(sequence)
+        for request in list(sim.live):
+            sim.close(request)
         for copy in sim.flying:
             sim.planner.copy_finished(copy, None)
 
@@ -43,11 +43,11 @@ def simulation(*, states: bool = True, window: int = 0, **slots: tuple[int, int]
 
 def served(sim: Simulation, tokens: list[int], *stops: int) -> None:
     """Serve a prompt, publish it where it stops, and let everything end."""
-    sequence = sim.open(tokens)
-    sim.load(sequence)
+    request = sim.open(tokens)
+    sim.load(request)
     for stop in stops or (len(tokens),):
-        assert sim.compute(sequence, stop)
-    sim.close(sequence)
+        assert sim.compute(request, stop)
+    sim.close(request)
     sim.settle()
 
 
@@ -60,49 +60,49 @@ def asked(sim: Simulation, tokens: list[int]) -> RequestState:
 
 def test_nobody_computed_it() -> None:
     sim = simulation()
-    sequence = asked(sim, SYSTEM)
+    request = asked(sim, SYSTEM)
 
-    assert sim.planner.reason(sequence) is MissReason.COLD
-    assert sim.planner.limiting_pool(sequence) == "kv"
-    assert sim.planner.hit_advice(sequence) == ("", "")
+    assert sim.planner.reason(request) is MissReason.COLD
+    assert sim.planner.limiting_pool(request) == "kv"
+    assert sim.planner.hit_advice(request) == ("", "")
 
 
 def test_all_but_the_last_page_is_there() -> None:
     sim = simulation()
     served(sim, SYSTEM)
-    sequence = asked(sim, [*SYSTEM, 9])
+    request = asked(sim, [*SYSTEM, 9])
 
-    assert sim.planner.reason(sequence) is MissReason.NONE
-    sim.load(sequence)
-    assert sim.planner.reason(sequence) is MissReason.NONE
+    assert sim.planner.reason(request) is MissReason.NONE
+    sim.load(request)
+    assert sim.planner.reason(request) is MissReason.NONE
 
 
 def test_a_state_is_missing_that_a_stop_would_have_left() -> None:
     sim = simulation()
     served(sim, [*SYSTEM, 20, 21])
-    sequence = asked(sim, [*SYSTEM, 30, 31])
+    request = asked(sim, [*SYSTEM, 30, 31])
 
-    assert sim.planner.reason(sequence) is MissReason.STATE
-    assert sim.planner.limiting_pool(sequence) == "mamba"
-    assert sim.planner.hit_advice(sequence) == (
+    assert sim.planner.reason(request) is MissReason.STATE
+    assert sim.planner.limiting_pool(request) == "mamba"
+    assert sim.planner.hit_advice(request) == (
         "mamba",
         "publish 'mamba' at 8 tokens: stop a prefill there (request.cuts)",
     )
-    assert sim.planner.cuts(sequence) == (8, 10)
+    assert sim.planner.cuts(request) == (8, 10)
 
 
 def test_a_window_had_to_make_room() -> None:
     sim = simulation(states=False, window=2, swa=(4, 0))
     served(sim, SYSTEM)
     served(sim, [50, 51, 52, 53, 54, 55])
-    sequence = asked(sim, [*SYSTEM, 9])
+    request = asked(sim, [*SYSTEM, 9])
 
-    assert sim.planner.reason(sequence) is MissReason.WINDOW
-    assert sim.planner.hit_advice(sequence) == (
+    assert sim.planner.reason(request) is MissReason.WINDOW
+    assert sim.planner.hit_advice(request) == (
         "swa",
         "'swa' had to make room for others: raise its device or host slots",
     )
-    assert sim.planner.cuts(sequence) == (8,)
+    assert sim.planner.cuts(request) == (8,)
 
 
 def test_where_nothing_is_held_back_windows_ask_for_no_cut() -> None:
@@ -114,20 +114,20 @@ def test_where_nothing_is_held_back_windows_ask_for_no_cut() -> None:
 
 def test_what_a_request_was_told_itself_counts() -> None:
     sim = simulation()
-    sequence = asked(sim, SYSTEM)
-    sequence.reason = MissReason.DEADLINE
+    request = asked(sim, SYSTEM)
+    request.reason = MissReason.DEADLINE
 
-    assert sim.planner.reason(sequence) is MissReason.DEADLINE
+    assert sim.planner.reason(request) is MissReason.DEADLINE
 
 
 def test_what_was_loaded_reaches_as_far_as_its_pages() -> None:
     sim = simulation()
     served(sim, [*SYSTEM, 20, 21], 8, 10)
-    sequence = asked(sim, [*SYSTEM, 30, 31])
-    sim.load(sequence)
+    request = asked(sim, [*SYSTEM, 30, 31])
+    sim.load(request)
 
-    assert sequence.hit_pages == 4
-    assert sim.planner.hit_advice(sequence) == ("", "")
+    assert request.hit_pages == 4
+    assert sim.planner.hit_advice(request) == ("", "")
 
 
 # Room
@@ -142,12 +142,12 @@ def test_a_prompt_that_no_empty_device_could_hold_is_refused() -> None:
 
 def test_no_pages_are_left() -> None:
     sim = simulation(kv=(4, 8))
-    sequence = asked(sim, SYSTEM)
-    sim.load(sequence)
+    request = asked(sim, SYSTEM)
+    sim.load(request)
 
     with pytest.raises(CapacityError, match="5 more kv device slots wanted, 4 of 4 are free"):
-        sim.planner.extend(sequence, 10)
-    assert sim.planner.extend(sequence, 8)["kv"] == [0, 1, 2, 3]
+        sim.planner.extend(request, 10)
+    assert sim.planner.extend(request, 8)["kv"] == [0, 1, 2, 3]
 
 
 def test_no_state_is_left() -> None:
@@ -165,14 +165,14 @@ def test_no_state_is_left() -> None:
 def test_a_request_rests_and_matches_again() -> None:
     sim = simulation()
     served(sim, SYSTEM)
-    sequence = asked(sim, [*SYSTEM, 9])
-    sim.planner.rest(sequence)
+    request = asked(sim, [*SYSTEM, 9])
+    sim.planner.rest(request)
     sim.planner.flush()
 
     assert sim.planner.state.free[FULL_DEVICE].held == 0
-    sim.planner.rematch(sequence, fetched=False)
-    assert (sequence.matched_pages, sequence.resting) == (0, False)
-    sim.close(sequence)
+    sim.planner.rematch(request, fetched=False)
+    assert (request.matched_pages, request.resting) == (0, False)
+    sim.close(request)
     sim.verify()
 
 
@@ -184,12 +184,12 @@ def test_without_room_for_the_rest_what_is_on_the_device_is_the_hit(window: int)
     blocker = asked(sim, [90] * 8)
     sim.load(blocker)
     sim.planner.extend(blocker, 8)
-    sequence = asked(sim, [*SYSTEM, 9])
-    assert sequence.matched_pages == 4
-    sim.load(sequence)
+    request = asked(sim, [*SYSTEM, 9])
+    assert request.matched_pages == 4
+    sim.load(request)
 
-    assert sequence.hit_pages == 2
-    assert sim.planner.reason(sequence) is MissReason.DEVICE_CAPACITY
+    assert request.hit_pages == 2
+    assert sim.planner.reason(request) is MissReason.DEVICE_CAPACITY
 
 
 @pytest.mark.parametrize("window", [0, 2])
@@ -205,11 +205,11 @@ def test_pages_on_the_device_without_a_state_are_no_hit(window: int) -> None:
     blocker = asked(sim, [70] * 2 * free)
     sim.load(blocker)
     sim.planner.extend(blocker, 2 * free)
-    sequence = asked(sim, [*SYSTEM, 9])
-    assert sequence.matched_pages == 4
-    sim.load(sequence)  # and compares the state with what it must be
+    request = asked(sim, [*SYSTEM, 9])
+    assert request.matched_pages == 4
+    sim.load(request)  # and compares the state with what it must be
 
-    assert sequence.hit_pages == 1
+    assert request.hit_pages == 1
 
 
 # Snapshots
@@ -217,42 +217,42 @@ def test_pages_on_the_device_without_a_state_are_no_hit(window: int) -> None:
 
 def test_a_snapshot_is_published_where_it_was_taken() -> None:
     sim = simulation()
-    sequence = asked(sim, [*SYSTEM, 9])
-    sim.load(sequence)
-    assert sim.compute(sequence, 8)
-    sim.start(sim.planner.snapshot(sequence, 8))
-    (slot,) = sequence.snapshots.values()
-    sim.start(sim.planner.snapshot(sequence, 8))
+    request = asked(sim, [*SYSTEM, 9])
+    sim.load(request)
+    assert sim.compute(request, 8)
+    sim.start(sim.planner.snapshot(request, 8))
+    (slot,) = request.snapshots.values()
+    sim.start(sim.planner.snapshot(request, 8))
 
-    assert sequence.snapshots == {1: slot}, "the one that it has is written again"
+    assert request.snapshots == {1: slot}, "the one that it has is written again"
     sim.settle()
     name = sim.planner.state.names[1]
-    assert sim.memory[name, Tier.DEVICE][slot] == sim.stamp(name, sim.digests(sequence)[3])
-    sim.start(sim.planner.publish(sequence, 8))
+    assert sim.memory[name, Tier.DEVICE][slot] == sim.stamp(name, sim.digests(request)[3])
+    sim.start(sim.planner.publish(request, 8))
     sim.settle()
     sim.verify()
 
 
 def test_without_room_for_a_snapshot_the_state_does_not_pass_for_it() -> None:
     sim = simulation(mamba=(1, 2))
-    sequence = asked(sim, SYSTEM)
-    sim.load(sequence)
-    assert sim.compute(sequence, 4)
+    request = asked(sim, SYSTEM)
+    sim.load(request)
+    assert sim.compute(request, 4)
     skipped = sim.planner.state.counters.states_skipped
 
-    assert sim.planner.snapshot(sequence, 4) == []
+    assert sim.planner.snapshot(request, 4) == []
     assert sim.planner.state.counters.states_skipped == skipped + 1
-    assert sequence.snapshot_tokens == 4
-    sim.start(sim.planner.publish(sequence, 4))
+    assert request.snapshot_tokens == 4
+    sim.start(sim.planner.publish(request, 4))
     assert {transfer.pool for copy in sim.flying for transfer in copy.transfers} == {"kv"}, "no state"
 
 
 def test_a_model_without_states_has_nothing_to_keep() -> None:
     sim = simulation(states=False)
-    sequence = asked(sim, SYSTEM)
-    sim.load(sequence)
+    request = asked(sim, SYSTEM)
+    sim.load(request)
 
-    assert sim.planner.snapshot(sequence, 0) == []
+    assert sim.planner.snapshot(request, 0) == []
 
 
 # Publication
@@ -260,31 +260,31 @@ def test_a_model_without_states_has_nothing_to_keep() -> None:
 
 def test_a_shorter_publication_than_the_last_one_is_none() -> None:
     sim = simulation()
-    sequence = asked(sim, SYSTEM)
-    sim.load(sequence)
-    assert sim.compute(sequence, 8)
+    request = asked(sim, SYSTEM)
+    sim.load(request)
+    assert sim.compute(request, 8)
 
-    assert sim.planner.publish(sequence, 4) == []
-    assert sequence.borrowed == 4
+    assert sim.planner.publish(request, 4) == []
+    assert request.borrowed == 4
 
 
 def test_a_publication_of_nothing_is_none() -> None:
     sim = simulation()
-    sequence = asked(sim, SYSTEM)
-    sim.load(sequence)
+    request = asked(sim, SYSTEM)
+    sim.load(request)
 
-    assert sim.planner.publish(sequence, 0) == []
+    assert sim.planner.publish(request, 0) == []
     sim.verify()
 
 
 def test_the_last_publication_in_the_middle_of_a_page_keeps_its_state() -> None:
     sim = simulation()
-    sequence = asked(sim, [*SYSTEM, 9])
-    sim.load(sequence)
-    assert sim.compute(sequence, 9, final=True)
+    request = asked(sim, [*SYSTEM, 9])
+    sim.load(request)
+    assert sim.compute(request, 9, final=True)
 
-    assert sequence.states, "it belongs to no page, so it is the request's still"
-    sim.close(sequence)
+    assert request.states, "it belongs to no page, so it is the request's still"
+    sim.close(request)
     sim.settle()
     sim.verify()
 
@@ -292,14 +292,14 @@ def test_the_last_publication_in_the_middle_of_a_page_keeps_its_state() -> None:
 def test_two_that_end_alike_leave_one_state() -> None:
     sim = simulation()
     first, second = asked(sim, SYSTEM), asked(sim, SYSTEM)
-    for sequence in (first, second):
-        sim.load(sequence)
-        assert sim.compute(sequence, 8, final=True)
+    for request in (first, second):
+        sim.load(request)
+        assert sim.compute(request, 8, final=True)
 
     assert not first.states
     assert second.states, "the tree had one already"
-    for sequence in (first, second):
-        sim.close(sequence)
+    for request in (first, second):
+        sim.close(request)
     sim.settle()
     sim.verify()
 
@@ -314,15 +314,15 @@ def test_what_failed_to_come_is_in_quarantine() -> None:
     sim = simulation()
     served(sim, SYSTEM)
     sim.planner.state.evict(FULL_DEVICE, 64, dirty=True)
-    sequence = asked(sim, [*SYSTEM, 9])
-    for copy in sim.planner.loads.load(sequence):
+    request = asked(sim, [*SYSTEM, 9])
+    for copy in sim.planner.loads.load(request):
         sim.start([copy])
         sim.end(sim.flying.index(copy), failed=True)
 
     assert sim.planner.state.free[FULL_DEVICE].quarantined == 4
-    assert sim.planner.publish(sequence, 8) == [], "what it stood on is gone"
-    assert sequence.poisoned
-    assert sequence.unpublished
-    sim.close(sequence)
+    assert sim.planner.publish(request, 8) == [], "what it stood on is gone"
+    assert request.poisoned
+    assert request.unpublished
+    sim.close(request)
     sim.settle()
     sim.verify()

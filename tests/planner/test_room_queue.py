@@ -16,8 +16,8 @@ from controller.simulation import Simulation
 def sim() -> Iterator[Simulation]:
     sim = Simulation(random.Random(0), states=False, slots={"kv": (64, 0)})
     yield sim
-    for sequence in list(sim.live):
-        sim.close(sequence)
+    for request in list(sim.live):
+        sim.close(request)
     sim.settle()
 
 
@@ -27,16 +27,16 @@ def new(sim: Simulation) -> RequestState:
 
 
 def loaded(sim: Simulation) -> RequestState:
-    sequence = new(sim)
-    sim.load(sequence)
-    return sequence
+    request = new(sim)
+    sim.load(request)
+    return request
 
 
 def begun(sim: Simulation) -> RequestState:
     """A request with slots of its own."""
-    sequence = loaded(sim)
-    sim.planner.extend(sequence, 2)
-    return sequence
+    request = loaded(sim)
+    sim.planner.extend(request, 2)
+    return request
 
 
 def test_those_that_have_begun_go_first_and_each_kind_in_order(sim: Simulation) -> None:
@@ -53,7 +53,7 @@ def test_those_that_have_begun_go_first_and_each_kind_in_order(sim: Simulation) 
         queue.leave(following[0])
 
     assert [waiter.begun for waiter in served] == [True, True, False, False, False]
-    ages = [sim.live.index(waiter.sequence) for waiter in served]
+    ages = [sim.live.index(waiter.request) for waiter in served]
     assert ages == [2, 3, 0, 1, 4]
 
 
@@ -106,7 +106,7 @@ def test_all_wait_when_all_that_hold_something_do(sim: Simulation) -> None:
 def test_those_that_keep_a_match_without_having_loaded_it_are_holding(sim: Simulation) -> None:
     queue = RoomQueue()
     waiters = [queue.enter(make(sim)) for make in (new, loaded, begun, new)]
-    sim.planner.rest(waiters[3].sequence)
+    sim.planner.rest(waiters[3].request)
 
     assert queue.holding() == [waiters[0]]
 
@@ -117,10 +117,10 @@ def test_the_last_one_that_holds_something_gives_way(sim: Simulation) -> None:
 
     assert queue.last() is waiters[3]
     for waiter in waiters[2:]:
-        sim.planner.rest(waiter.sequence)
+        sim.planner.rest(waiter.request)
     assert queue.last() is waiters[1]
     for waiter in waiters[:2]:
-        waiter.sequence.resting = True
+        waiter.request.resting = True
     assert queue.last() is waiters[3], "where none holds anything, the last one of all"
     for waiter in waiters[:2]:
-        waiter.sequence.resting = False
+        waiter.request.resting = False

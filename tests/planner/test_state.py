@@ -24,12 +24,12 @@ def simulation(
 
 
 def published(sim: Simulation, tokens: list[int], *stops: int) -> Node:
-    sequence = sim.open(tokens)
-    sim.load(sequence)
+    request = sim.open(tokens)
+    sim.load(request)
     for stop in stops or (len(tokens),):
-        assert sim.compute(sequence, stop)
-    node = sequence.lease.node
-    sim.close(sequence)
+        assert sim.compute(request, stop)
+    node = request.lease.node
+    sim.close(request)
     return node
 
 
@@ -258,30 +258,30 @@ def test_host_slots_that_are_not_ready_are_not_lent() -> None:
 # What is wrong
 
 
-def leaked(sim: Simulation, sequence: RequestState) -> None:
+def leaked(sim: Simulation, request: RequestState) -> None:
     sim.planner.state.free[FULL_DEVICE].allocate(1)
 
 
-def stolen(sim: Simulation, sequence: RequestState) -> None:
-    sequence.pages.append(sequence.pages[-1] + 1)
+def stolen(sim: Simulation, request: RequestState) -> None:
+    request.pages.append(request.pages[-1] + 1)
 
 
-def shared(sim: Simulation, sequence: RequestState) -> None:
-    sequence.duplicates.append(sequence.pages[-1])
+def shared(sim: Simulation, request: RequestState) -> None:
+    request.duplicates.append(request.pages[-1])
 
 
-def state_leaked(sim: Simulation, sequence: RequestState) -> None:
+def state_leaked(sim: Simulation, request: RequestState) -> None:
     sim.planner.state.free[place_of(1, Tier.DEVICE)].allocate(1)
 
 
-def state_shared(sim: Simulation, sequence: RequestState) -> None:
-    sequence.snapshots[1] = sequence.states[1]
+def state_shared(sim: Simulation, request: RequestState) -> None:
+    request.snapshots[1] = request.states[1]
 
 
-def window_shared(sim: Simulation, sequence: RequestState) -> None:
+def window_shared(sim: Simulation, request: RequestState) -> None:
     number = sim.planner.state.names.index("swa")
     sim.planner.state.private.append(
-        lambda: {place_of(number, Tier.DEVICE): list(sequence.windows[number].own)[:1]}
+        lambda: {place_of(number, Tier.DEVICE): list(request.windows[number].own)[:1]}
     )
 
 
@@ -299,14 +299,14 @@ def window_shared(sim: Simulation, sequence: RequestState) -> None:
 )
 def test_a_slot_has_one_owner(damage, words: list[str]) -> None:
     sim = simulation(windows={"swa": 2}, kv=(8, 8), mamba=(4, 4), swa=(8, 8))
-    sequence = sim.open([1, 2])
-    sim.load(sequence)
-    sim.planner.extend(sequence, 2)
+    request = sim.open([1, 2])
+    sim.load(request)
+    sim.planner.extend(request, 2)
     assert sim.planner.state.verify() == []
 
-    damage(sim, sequence)
+    damage(sim, request)
     assert sim.planner.state.verify() == words
-    sequence.lease.close()
+    request.lease.close()
 
 
 def test_slots_of_a_copy_whose_page_is_gone_have_an_owner() -> None:
@@ -320,6 +320,6 @@ def test_slots_of_a_copy_whose_page_is_gone_have_an_owner() -> None:
     sim.planner.copy_finished(load, RuntimeError("planted"))
     assert sim.planner.state.verify() == []
     assert sim.planner.state.free[FULL_DEVICE].quarantined == 2
-    for sequence in (first, second):
-        sim.close(sequence)
+    for request in (first, second):
+        sim.close(request)
     sim.verify()

@@ -293,7 +293,7 @@ async def hostile(world: SeededWorld) -> int:
         assert cache.verify() == []
         assert engine.wrong == []
         books = cache._controller.planner.state
-        assert not books.sequences
+        assert not books.requests
         assert not books.tier_copies
     assert len(asyncio.all_tasks()) == 1, "closing leaves no task behind"
     return engine.restored

@@ -95,8 +95,8 @@ def freed_under_a_running_forward(patch: Patch) -> None:
     close = Request.close
 
     def at_once(self: Request, after: Stream | None = None) -> None:
-        if self._sequence is not None:
-            self._sequence.streams.clear()
+        if self._state is not None:
+            self._state.streams.clear()
         close(self)
 
     patch.setattr(Request, "close", at_once)
@@ -106,10 +106,10 @@ def freed_under_a_running_forward(patch: Patch) -> None:
 def freed_on_cancel_under_a_running_copy(patch: Patch) -> None:
     release = Planner.release
 
-    def at_once(self: Planner, sequence: RequestState, error: BaseException | None = None) -> None:
-        if sequence in self.state.sequences:
-            sequence.users = 1
-            release(self, sequence, error)
+    def at_once(self: Planner, state: RequestState, error: BaseException | None = None) -> None:
+        if state in self.state.requests:
+            state.users = 1
+            release(self, state, error)
 
     patch.setattr(Planner, "release", at_once)
 
@@ -168,7 +168,7 @@ def window_freed_under_the_forward_that_reads_it(patch: Patch) -> None:
     patch.setattr(
         Request,
         "_retire",
-        lambda self, sequence, length, after: retire(self, sequence, length, None),
+        lambda self, state, length, after: retire(self, state, length, None),
     )
 
 
@@ -207,12 +207,12 @@ def needless_quarantine_leaks(patch: Patch) -> None:
 def waiter_that_gives_up_frees_the_read(patch: Patch) -> None:
     prefetch = Prefetcher.prefetch
 
-    async def impatient(self: Prefetcher, sequence: RequestState) -> None:
+    async def impatient(self: Prefetcher, state: RequestState) -> None:
         try:
-            await prefetch(self, sequence)
+            await prefetch(self, state)
         except asyncio.CancelledError:
             for read in list(self._reader._reads):
-                if read.query.tokens is sequence.tokens:
+                if read.query.tokens is state.tokens:
                     self._reader.finish(read)
             raise
 
@@ -278,9 +278,9 @@ def page_compared_one_page_too_short(patch: Patch) -> None:
 
 @bug
 def state_not_copied_on_write(patch: Patch) -> None:
-    def lend(self: Planner, sequence: RequestState, node: Any, length: int) -> None:
+    def lend(self: Planner, state: RequestState, node: Any, length: int) -> None:
         if length % self.state.page_size == 0 and node.parent is not None:
-            for component_id, slot in sequence.states.items():
+            for component_id, slot in state.states.items():
                 self._tree.take_state(node, component_id, Tier.DEVICE, slot)
 
     patch.setattr(Planner, "_publish_states", lend)
@@ -290,8 +290,8 @@ def state_not_copied_on_write(patch: Patch) -> None:
 def state_published_inside_a_page(patch: Patch) -> None:
     publish = Planner._publish_states
 
-    def rounded(self: Planner, sequence: RequestState, node: Any, length: int) -> Any:
-        return publish(self, sequence, node, length - length % self.state.page_size)
+    def rounded(self: Planner, state: RequestState, node: Any, length: int) -> Any:
+        return publish(self, state, node, length - length % self.state.page_size)
 
     patch.setattr(Planner, "_publish_states", rounded)
 
@@ -300,16 +300,16 @@ def state_published_inside_a_page(patch: Patch) -> None:
 def old_snapshot_published_for_a_new_length(patch: Patch) -> None:
     take = Planner._take_snapshots
 
-    def late(self: Planner, sequence: RequestState) -> bool:
-        return bool(sequence.snapshots) or take(self, sequence)
+    def late(self: Planner, state: RequestState) -> bool:
+        return bool(state.snapshots) or take(self, state)
 
-    def without_copy(self: Planner, sequence: RequestState, length: int) -> list[Any]:
-        had = bool(sequence.snapshots)
-        planned = snapshot(self, sequence, length)
+    def without_copy(self: Planner, state: RequestState, length: int) -> list[Any]:
+        had = bool(state.snapshots)
+        planned = snapshot(self, state, length)
         if had and planned:
             self.state.tier_copies.remove(planned[0].tier_copy)
             copies.finish(self._tree, planned[0].tier_copy, arrived=True)
-            sequence.users -= 1
+            state.users -= 1
             return []
         return planned
 
@@ -452,9 +452,9 @@ def prompts_with_one_head_read_one_after_the_other(patch: Patch) -> None:
     read_all = Prefetcher._read_all
 
     async def in_turn(self: Prefetcher, prefetch: Any) -> MissReason:
-        sequence, size = prefetch.sequence, self._planner.state.page_size
+        state, size = prefetch.state, self._planner.state.page_size
         busy = self.__dict__.setdefault("planted", {})
-        head = (sequence.seed, sequence.tokens[:size].tobytes())
+        head = (state.seed, state.tokens[:size].tobytes())
         for _ in range(4):
             if head not in busy:
                 break
@@ -498,8 +498,8 @@ def leaving_waits_for_no_stream_that_is_not_named(patch: Patch) -> None:
     close = Request.close
 
     def at_once(self: Request, after: Any = None) -> None:
-        if after is None and self._sequence is not None:
-            self._sequence.streams.clear()
+        if after is None and self._state is not None:
+            self._state.streams.clear()
         close(self, after)
 
     patch.setattr(Request, "close", at_once)
@@ -513,5 +513,5 @@ def waits_for_a_moment_when_nothing_is_in_flight(patch: Patch) -> None:
 
 @bug
 def large_requests_wait_for_ever(patch: Patch) -> None:
-    patch.setattr(RoomQueue, "blocks", lambda self, sequence: False)
+    patch.setattr(RoomQueue, "blocks", lambda self, state: False)
     patch.setattr(RoomQueue, "is_next", lambda self, waiter: True)

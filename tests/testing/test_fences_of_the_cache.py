@@ -43,8 +43,8 @@ def test_forwards_get_the_right_bytes() -> None:
 
 
 def _close_at_once(self: Request, after: object = None) -> None:
-    if self._sequence is not None:
-        self._sequence.streams.clear()
+    if self._state is not None:
+        self._state.streams.clear()
     ORIGINAL_CLOSE(self)
 
 

@@ -509,11 +509,11 @@ def simulation(**slots: tuple[int, int]) -> Simulation:
 
 
 def published(sim: Simulation, tokens: list[int]) -> Any:
-    sequence = sim.open(tokens)
-    sim.load(sequence)
-    assert sim.compute(sequence, len(tokens))
-    node = sequence.lease.node
-    sim.close(sequence)
+    request = sim.open(tokens)
+    sim.load(request)
+    assert sim.compute(request, len(tokens))
+    node = request.lease.node
+    sim.close(request)
     return node
 
 
@@ -566,9 +566,9 @@ def test_a_page_is_held_in_either_tier_and_on_its_way_up() -> None:
     sim.planner.copy_finished(copy, None)
     books.evict(FULL_DEVICE, 2, dirty=True)
     assert is_held(node, 0)
-    sequence = sim.open(LONG)
-    sim.load(sequence)
-    sim.close(sequence)
+    request = sim.open(LONG)
+    sim.load(request)
+    sim.close(request)
     books.evict(FULL_DEVICE, 2, dirty=True)
     books.evict(FULL_HOST, 2, dirty=True)
     assert not is_held(node, 0)
@@ -643,9 +643,9 @@ def test_what_storage_has_is_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_matched_is_to_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cold(self: LoadPlanner, sequence: RequestState) -> Any:
-        copies = self.load_nothing(sequence)
-        sequence.reason = MissReason.COLD
+    def cold(self: LoadPlanner, request: RequestState) -> Any:
+        copies = self.load_nothing(request)
+        request.reason = MissReason.COLD
         return copies
 
     monkeypatch.setattr(LoadPlanner, "load", cold)
@@ -670,8 +670,8 @@ def test_room_that_could_be_made_is_not_refused(monkeypatch: pytest.MonkeyPatch)
 def test_a_wait_is_no_longer_than_storage_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     prefetch = Prefetcher.prefetch
 
-    async def slow(self: Prefetcher, sequence: RequestState) -> None:
-        await prefetch(self, sequence)
+    async def slow(self: Prefetcher, request: RequestState) -> None:
+        await prefetch(self, request)
         await asyncio.sleep(0.04)
 
     monkeypatch.setattr(Prefetcher, "prefetch", slow)

@@ -47,9 +47,9 @@ class InstantCache:
             else:
                 self.carry_out(self.planner.backups.backup(node))
 
-    def advance(self, sequence: RequestState, length: int) -> None:
+    def advance(self, request: RequestState, length: int) -> None:
         """Release a request's pages that precede its windows."""
-        retired = self.planner.windows.retire(sequence, length)
+        retired = self.planner.windows.retire(request, length)
         if retired is not None:
             self.planner.windows.finish(retired)
 
@@ -91,10 +91,10 @@ class VirtualCache(InstantCache):
             self._storage[pool].update(zip(digests, [host[slot] for slot in slots], strict=True))
         self.planner.backups.write_finished(work, stored=True)
 
-    def prefetch(self, sequence: RequestState) -> None:
+    def prefetch(self, request: RequestState) -> None:
         """Load the prefix's stored pages to the host."""
         reader, names = self.planner.fetches, self.planner.state.names
-        query = reader.ask(sequence.tokens, sequence.seed)
+        query = reader.ask(request.tokens, request.seed)
         if query is None:
             return
         present = {
@@ -115,7 +115,7 @@ class VirtualCache(InstantCache):
         for gained in reader.deliver(choice.read, outcomes):
             self.carry_out(gained.backups)
         reader.finish(choice.read)
-        self.planner.rematch(sequence)
+        self.planner.rematch(request)
 
     def _asked(self) -> list[int]:
         return [n for n in range(len(self.planner.state.names)) if self.planner.fetches.can_read(n)]
@@ -150,54 +150,54 @@ class VirtualRunner:
         await asyncio.sleep(0)  # the only suspension point, so that interrupts are possible
         history.extend(prompt)
         length = len(history.tokens)
-        sequence = self._planner.open(array("q", history.tokens), b"")
-        self._cache.prefetch(sequence)
-        self._cache.carry_out(self._planner.loads.load(sequence))
-        hit = sequence.hit_pages * self._page_size
-        verified, wrong = self._check(sequence, history.digests)
-        cuts = {*self._planner.cuts(sequence), *marks, length}
+        request = self._planner.open(array("q", history.tokens), b"")
+        self._cache.prefetch(request)
+        self._cache.carry_out(self._planner.loads.load(request))
+        hit = request.hit_pages * self._page_size
+        verified, wrong = self._check(request, history.digests)
+        cuts = {*self._planner.cuts(request), *marks, length}
         history.extend(output)
-        sequence.tokens.extend(output)
+        request.tokens.extend(output)
         computed = len(history.tokens) - 1
         for cut in sorted({self._on_grid(cut) for cut in (*cuts, computed)}):
             if hit < cut <= computed:
-                self._compute(sequence, cut, history.digests)
-        self._planner.extend(sequence, max(computed - sequence.reserved, 0))
-        self._planner.release(sequence)
-        return TurnHits(length, hit, {sequence.tier: hit} if hit else {}, verified, wrong)
+                self._compute(request, cut, history.digests)
+        self._planner.extend(request, max(computed - request.reserved, 0))
+        self._planner.release(request)
+        return TurnHits(length, hit, {request.tier: hit} if hit else {}, verified, wrong)
 
     def _on_grid(self, length: int) -> int:
         return length // self._interval * self._interval
 
-    def _compute(self, sequence: RequestState, length: int, digests: list[bytes]) -> None:
+    def _compute(self, request: RequestState, length: int, digests: list[bytes]) -> None:
         """Fill pages up to `length`, in chunks after which windows advance, and publish them."""
-        while sequence.reserved < length:
-            first, end = sequence.reserved // self._page_size, min(sequence.reserved + self._chunk, length)
-            self._planner.extend(sequence, end - sequence.reserved)
-            self._fill(sequence, first, digests[: end // self._page_size])
-            self._cache.advance(sequence, end)
-        for number, slot in sequence.states.items():
+        while request.reserved < length:
+            first, end = request.reserved // self._page_size, min(request.reserved + self._chunk, length)
+            self._planner.extend(request, end - request.reserved)
+            self._fill(request, first, digests[: end // self._page_size])
+            self._cache.advance(request, end)
+        for number, slot in request.states.items():
             self._device(number)[slot] = digests[length // self._page_size - 1]
-        self._cache.carry_out(self._planner.publish(sequence, length))
-        self._cache.advance(sequence, length)
+        self._cache.carry_out(self._planner.publish(request, length))
+        self._cache.advance(request, length)
 
-    def _fill(self, sequence: RequestState, first: int, digests: list[bytes]) -> None:
+    def _fill(self, request: RequestState, first: int, digests: list[bytes]) -> None:
         """Stamp the pages from number `first` on, in every pool that has pages."""
-        for number, begin, slots in self._pages(sequence):
+        for number, begin, slots in self._pages(request):
             memory = self._device(number)
             for slot, digest in zip(
                 slots[first - begin : len(digests) - begin], digests[first:], strict=True
             ):
                 memory[slot] = digest
 
-    def _check(self, sequence: RequestState, digests: list[bytes]) -> tuple[int, int]:
+    def _check(self, request: RequestState, digests: list[bytes]) -> tuple[int, int]:
         """Compare restored pages and states; return the numbers of compared and of wrong ones."""
-        expected = digests[: sequence.hit_pages]
+        expected = digests[: request.hit_pages]
         verified = wrong = 0
-        for number, begin, slots in self._pages(sequence):
+        for number, begin, slots in self._pages(request):
             verified += len(slots)
             wrong += self._count_wrong(number, slots, expected[begin:])
-        for number, slot in sequence.states.items() if expected else ():
+        for number, slot in request.states.items() if expected else ():
             verified += 1
             wrong += self._count_wrong(number, [slot], expected[-1:])
         return verified, wrong
@@ -210,10 +210,10 @@ class VirtualRunner:
         return sum(stamp != digest for stamp, digest in zip(held, digests, strict=True))
 
     @staticmethod
-    def _pages(sequence: RequestState) -> Iterator[tuple[int, int, list[int]]]:
+    def _pages(request: RequestState) -> Iterator[tuple[int, int, list[int]]]:
         """For each component with pages: its number, its first page, and its slots."""
-        yield FULL, 0, sequence.pages
-        for number, window in sequence.windows.items():
+        yield FULL, 0, request.pages
+        for number, window in request.windows.items():
             yield number, window.first, window.slots
 
     def _device(self, number: int) -> list[bytes]:

@@ -34,30 +34,30 @@ class Admission:
         """Whether requests wait for room."""
         return bool(self._queue)
 
-    def extend(self, sequence: RequestState, tokens: int) -> dict[str, list[int]]:
+    def extend(self, request: RequestState, tokens: int) -> dict[str, list[int]]:
         """Allocate room for `tokens` more tokens, without waiting.
 
         Raises:
             CapacityError: there is no room, or the request has not begun to compute and others wait.
         """
-        if self._queue.blocks(sequence) and self._planner.new_pages(sequence, tokens):
+        if self._queue.blocks(request) and self._planner.new_pages(request, tokens):
             raise CapacityError("others wait for room: wait behind them (reserve)")
-        return self._extend(sequence, tokens)
+        return self._extend(request, tokens)
 
-    def _extend(self, sequence: RequestState, tokens: int) -> dict[str, list[int]]:
-        before = len(sequence.pages)
-        slots = self._planner.extend(sequence, tokens)
-        if len(sequence.pages) > before:  # not at each token of a decode
+    def _extend(self, request: RequestState, tokens: int) -> dict[str, list[int]]:
+        before = len(request.pages)
+        slots = self._planner.extend(request, tokens)
+        if len(request.pages) > before:  # not at each token of a decode
             self._executor.run(self._planner.backups.clean())
         return slots
 
-    async def admit(self, sequence: RequestState) -> None:
+    async def admit(self, request: RequestState) -> None:
         """Wait until there is room on the device for `load`."""
-        await self._timed(self._when_possible(sequence, partial(self._planner.admit, sequence)))
+        await self._timed(self._when_possible(request, partial(self._planner.admit, request)))
 
-    async def reserve(self, sequence: RequestState, tokens: int) -> dict[str, list[int]]:
+    async def reserve(self, request: RequestState, tokens: int) -> dict[str, list[int]]:
         """Extend a request; wait until there is room."""
-        return await self._timed(self._when_possible(sequence, partial(self._extend, sequence, tokens)))
+        return await self._timed(self._when_possible(request, partial(self._extend, request, tokens)))
 
     async def _timed(self, waiting: Coroutine[object, object, T]) -> T:
         clock = asyncio.get_running_loop().time
@@ -67,15 +67,15 @@ class Admission:
         finally:
             self.waits.observe(clock() - started)
 
-    async def _when_possible(self, sequence: RequestState, attempt: Callable[[], T]) -> T:
+    async def _when_possible(self, request: RequestState, attempt: Callable[[], T]) -> T:
         """Try when the request is next, and again whenever something was freed."""
-        waiter = self._queue.enter(sequence)
+        waiter = self._queue.enter(request)
         progress = self._executor.progress
         progress.set()  # this may complete a deadlock: the next in the queue checks
         try:
             while True:
                 progress.clear()  # before the attempt, so that slots freed during it are seen
-                self._check_waiting(sequence)
+                self._check_waiting(request)
                 served = self._attempt(waiter, attempt)
                 if served is not None:
                     return served[0]
@@ -85,15 +85,15 @@ class Admission:
             self._match_again(waiter)
             progress.set()
 
-    def _check_waiting(self, sequence: RequestState) -> None:
-        if sequence.closed:
+    def _check_waiting(self, request: RequestState) -> None:
+        if request.closed:
             raise RequestStateError("the request was closed while it waited for room")
         self._executor.check_open()
 
     def _match_again(self, waiter: Waiter) -> None:
         """Match again for a request whose match was released while it waited."""
-        if waiter.rested and waiter.sequence.resting and not waiter.sequence.closed:
-            self._planner.rematch(waiter.sequence, fetched=False)
+        if waiter.rested and waiter.request.resting and not waiter.request.closed:
+            self._planner.rematch(waiter.request, fetched=False)
 
     def _attempt(self, waiter: Waiter, attempt: Callable[[], T]) -> tuple[T] | None:
         """The result of `attempt` in a tuple, or None to keep waiting.
@@ -123,11 +123,11 @@ class Admission:
         If all requests that hold slots wait for each other, those that have not loaded yet release their
         match. If there are none of these, the last waiter gives way.
         """
-        if self._executor.in_flight() or not self._queue.all_wait(self._planner.state.sequences):
+        if self._executor.in_flight() or not self._queue.all_wait(self._planner.state.requests):
             return False
         others = [one for one in self._queue.holding() if one is not waiter]
         for other in others:
-            self._planner.rest(other.sequence)
+            self._planner.rest(other.request)
             other.rested = True
         last = self._queue.last()
         if not others and last is waiter:

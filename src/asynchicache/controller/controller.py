@@ -85,14 +85,14 @@ class HybridCacheController:
         """Report the begin and end of copies, writes and evictions to `tracer`; None: stop."""
         self.executor.tracer = self.planner.state.tracer = self.storage_writer.tracer = tracer
 
-    def count_served(self, sequence: RequestState) -> None:
+    def count_served(self, request: RequestState) -> None:
         """Count a request whose prefix is loaded."""
-        prompt, hit = sequence.prompt, sequence.hit_pages * self.planner.state.page_size
-        reason = self.planner.reason(sequence)
-        self.hits.count(prompt, hit, sequence.tier, reason, self.planner.limiting_pool(sequence))
-        self.hits.hit_slots.update(sequence.sources)
+        prompt, hit = request.prompt, request.hit_pages * self.planner.state.page_size
+        reason = self.planner.reason(request)
+        self.hits.count(prompt, hit, request.tier, reason, self.planner.limiting_pool(request))
+        self.hits.hit_slots.update(request.sources)
         if self._count_namespaces:
-            name = self.namespaces.named(sequence.seed).name or ""
+            name = self.namespaces.named(request.seed).name or ""
             self.hits.count_namespace(name, prompt, hit, self._count_namespaces)
 
     def verify(self, *, idle: bool) -> list[str]:
@@ -103,8 +103,8 @@ class HybridCacheController:
 
     def open_requests(self) -> list[str]:
         """Describe the requests that were entered and not closed, with the place where each was made."""
-        sequences = self.planner.state.sequences
-        left = [one for one in sequences if not one.closed]
+        requests = self.planner.state.requests
+        left = [one for one in requests if not one.closed]
         return sorted(f"one of {len(one.tokens)} tokens, made at {one.made_at or '?'}" for one in left)
 
     def stop(self) -> None:

@@ -38,19 +38,19 @@ class _Prefetch:
     """One request's wait for storage.
 
     Attributes:
-        sequence: the request.
+        request: the request.
         done: set when all reads have ended; the reason why they brought no more.
         awaited: whether the request still waits.
     """
 
-    sequence: RequestState
+    request: RequestState
     done: asyncio.Future[MissReason]
     awaited: bool = True
 
     @property
     def settled(self) -> bool:
         """Whether the request no longer waits, so its prefix must not change."""
-        return not self.awaited or self.sequence.closed or self.sequence.loaded
+        return not self.awaited or self.request.closed or self.request.loaded
 
 
 class Prefetcher:
@@ -98,20 +98,20 @@ class Prefetcher:
         self.pages_read = 0
         self.waits = Histogram()
 
-    async def prefetch(self, sequence: RequestState) -> None:
+    async def prefetch(self, request: RequestState) -> None:
         """Read a request's prefix from storage to the host, and wait as long as the policy says.
 
         If the request stops waiting, at its deadline or on cancellation, the read continues for later
         requests.
         """
-        tokens, seed = sequence.tokens, sequence.seed
+        tokens, seed = request.tokens, request.seed
         if self._executor.failure is not None or not (self._storage or self._fetches.saving(tokens, seed)):
             return
-        lacks = self._fetches.missing_pages(sequence.tokens, sequence.seed)
+        lacks = self._fetches.missing_pages(request.tokens, request.seed)
         if not lacks:  # another request may have published it since the match
-            self._planner.rematch(sequence, fetched=False)
+            self._planner.rematch(request, fetched=False)
             return
-        prefetch = _Prefetch(sequence, asyncio.get_running_loop().create_future())
+        prefetch = _Prefetch(request, asyncio.get_running_loop().create_future())
         prefetch.awaited = self._options.policy is not PrefetchPolicy.BEST_EFFORT
         self._executor.call(self._run(prefetch))
         if not prefetch.awaited:
@@ -121,11 +121,11 @@ class Prefetcher:
             reason = await self._wait(prefetch.done, seconds)
         finally:
             prefetch.awaited = False
-        if sequence.closed or sequence.loaded:
+        if request.closed or request.loaded:
             return  # it went on meanwhile; its prefix must not change
         # Other requests may have published meanwhile, so these reasons follow from the new match.
-        sequence.reason = MissReason.NONE if reason in _REASONS_OF_THE_MATCH else reason
-        self._planner.rematch(sequence)
+        request.reason = MissReason.NONE if reason in _REASONS_OF_THE_MATCH else reason
+        self._planner.rematch(request)
 
     async def _wait(self, done: asyncio.Future[MissReason], seconds: float) -> MissReason:
         """Wait for `done`: why the reads brought no more, or `DEADLINE`."""
@@ -156,7 +156,7 @@ class Prefetcher:
         Pages that other reads are bringing are waited for. If those reads fail, the request joins other
         reads again, a few times, and then reads all pages itself.
         """
-        tokens, seed = prefetch.sequence.tokens, prefetch.sequence.seed
+        tokens, seed = prefetch.request.tokens, prefetch.request.seed
         digests = await self._digests(tokens, seed)
         known, joins, best = _KnownPresence(self._planner.state.names), _JOINS, -1
         while True:
@@ -220,8 +220,8 @@ class Prefetcher:
             if read is None:
                 self._fetches.release(query)
         if not prefetch.settled:
-            prefetch.sequence.stored_full_pages = choice.full_pages
-            prefetch.sequence.stored_limit = choice.limit
+            prefetch.request.stored_full_pages = choice.full_pages
+            prefetch.request.stored_limit = choice.limit
         self._executor.run(choice.backups)
         if read is None:
             return None, choice.reason if trouble is MissReason.NONE else trouble
@@ -305,7 +305,7 @@ class Prefetcher:
         self._executor.run(gained.backups)
         prefetch = self._readers.pop(gained.read)
         if not prefetch.settled:
-            self._planner.rematch(prefetch.sequence)
+            self._planner.rematch(prefetch.request)
         if gained.read not in self._late:
             self._fetches.finish(gained.read)
         self._commits.pop(gained.read).set_result(gained)

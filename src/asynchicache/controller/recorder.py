@@ -93,28 +93,28 @@ class TraceRecorder:
             raise ConfigError(f"trace {str(path)!r} cannot be written: {error}") from error
         self._worker = port.worker("asynchicache-trace")
 
-    def opened(self, sequence: RequestState) -> None:
+    def opened(self, request: RequestState) -> None:
         """A request was entered."""
-        words = sequence.tokens[: sequence.prompt // self._block_size * self._page_words]
+        words = request.tokens[: request.prompt // self._block_size * self._page_words]
         entry = _RecordedRequest(
             int((self._port.now() - self._began) * 1e3),
             words,
-            sequence.seed,
-            sequence.prompt,
+            request.seed,
+            request.prompt,
         )
         if self._closed or self._waiting_bytes + len(entry) > _MOST_WAITING_BYTES:
             self.dropped += 1
             return
         self._waiting_bytes += len(entry)
-        self._open[sequence] = entry
+        self._open[request] = entry
 
-    def ended(self, sequence: RequestState) -> None:
+    def ended(self, request: RequestState) -> None:
         """A request was left: write it, once all that came before it have ended too."""
-        entry = self._open.get(sequence)
+        entry = self._open.get(request)
         if entry is None:
             return
-        tokens = len(sequence.tokens) * self._block_size // self._page_words
-        entry.output = max(tokens - sequence.prompt, 0)
+        tokens = len(request.tokens) * self._block_size // self._page_words
+        entry.output = max(tokens - request.prompt, 0)
         while self._open:
             first = next(iter(self._open))
             if self._open[first].output is None:

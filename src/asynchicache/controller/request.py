@@ -75,7 +75,7 @@ class Request:
         self._prompt = len(tokens) if prompt is None else prompt
         self._page_keys = controller.planner.state.page_keys
         self._stream: Stream | None = None
-        self._sequence: RequestState | None = None
+        self._state: RequestState | None = None
         self._closed = False
         self.made_at = ""
         self.hint = NO_HINT
@@ -85,20 +85,20 @@ class Request:
     # Life
 
     async def __aenter__(self) -> Self:
-        if self._sequence is not None or self._closed:
+        if self._state is not None or self._closed:
             raise RequestStateError("a request is used once; ask the cache for another")
         self._executor.check_open()
-        self._sequence = sequence = self._planner.open(
+        self._state = state = self._planner.open(
             self._tokens, self._seed, self._prompt, self.hint, self.uptime
         )
-        sequence.made_at = self.made_at
+        state.made_at = self.made_at
         if self._controller.recorder is not None and self.recorded:
-            self._controller.recorder.opened(sequence)
+            self._controller.recorder.opened(state)
         if self._stream is not None:
-            sequence.runs_on(self._stream)
+            state.runs_on(self._stream)
         self._controller.namespaces.remember(self._seed, self._namespace)
-        self._executor.run(self._planner.count_hit(sequence))
-        due = self._planner.due_in_storage(sequence)
+        self._executor.run(self._planner.count_hit(state))
+        due = self._planner.due_in_storage(state)
         if due is not None:
             self._controller.storage_writer.store(due)
         return self
@@ -132,44 +132,44 @@ class Request:
         Args:
             after: one more stream that may still read or write the request's slots.
         """
-        sequence, self._sequence, self._closed = self._sequence, None, True
-        if sequence is not None:
-            self._free(sequence, after)
+        state, self._state, self._closed = self._state, None, True
+        if state is not None:
+            self._free(state, after)
 
-    def _free(self, sequence: RequestState, after: Stream | None) -> None:
+    def _free(self, state: RequestState, after: Stream | None) -> None:
         if after is not None:
-            sequence.runs_on(after)
-        sequence.closed = True
+            state.runs_on(after)
+        state.closed = True
         if self._controller.recorder is not None:
-            self._controller.recorder.ended(sequence)
-        for stream in list(sequence.streams) if not self._executor.stopped else ():
-            sequence.users += 1
-            self._executor.when_reached(stream, partial(self._planner.release, sequence))
-        self._planner.release(sequence)
+            self._controller.recorder.ended(state)
+        for stream in list(state.streams) if not self._executor.stopped else ():
+            state.users += 1
+            self._executor.when_reached(stream, partial(self._planner.release, state))
+        self._planner.release(state)
         self._executor.notify()
 
     def _open(self) -> RequestState:
-        if self._sequence is None:
+        if self._state is None:
             word = "closed" if self._closed else "not entered"
             raise RequestStateError(f"the request is {word}; use it inside `async with`")
-        return self._sequence
+        return self._state
 
     def _loaded(self) -> RequestState:
-        sequence = self._open()
-        if not sequence.loaded:
+        state = self._open()
+        if not state.loaded:
             raise RequestStateError("call load() first: it says where the prefix ends")
-        return sequence
+        return state
 
     def _in_use(self) -> RequestState:
-        sequence = self._open()
+        state = self._open()
         self._executor.check_open()
-        return sequence
+        return state
 
     def _unfinished(self) -> RequestState:
-        sequence = self._loaded()
-        if sequence.finished:
+        state = self._loaded()
+        if state.finished:
             raise RequestStateError("the request is finished: its last checkpoint was final")
-        return sequence
+        return state
 
     def _check_own_device(self, verb: str) -> None:
         """
@@ -181,11 +181,11 @@ class Request:
 
     def _growing(self, verb: str, tokens: int) -> tuple[RequestState, int]:
         self._check_own_device(verb)
-        sequence, count = self._unfinished(), as_count(verb, tokens)
+        state, count = self._unfinished(), as_count(verb, tokens)
         self._executor.check_open()
         if count < 0:
             raise RequestStateError(f"{verb}({count}): a number of tokens, 0 at least")
-        return sequence, count
+        return state, count
 
     # Properties
 
@@ -214,14 +214,14 @@ class Request:
     @property
     def hit(self) -> Hit:
         """The hit: an estimate before `load`, exact after it."""
-        sequence = self._open()
+        state = self._open()
         size = self._planner.state.page_size
-        pages = sequence.hit_pages if sequence.loaded else sequence.matched_pages
-        full = max(pages, sequence.branching_pages or 0) * size
-        tier = sequence.tier if sequence.loaded else self._planner.loads.tier(sequence)
+        pages = state.hit_pages if state.loaded else state.matched_pages
+        full = max(pages, state.branching_pages or 0) * size
+        tier = state.tier if state.loaded else self._planner.loads.tier(state)
         by_tier = {tier: pages * size} if pages else {}
-        held_back = self._planner.hit_advice(sequence)
-        return Hit(pages * size, by_tier, self._planner.reason(sequence), full, *held_back)
+        held_back = self._planner.hit_advice(state)
+        return Hit(pages * size, by_tier, self._planner.reason(state), full, *held_back)
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -248,9 +248,9 @@ class Request:
             KeyError: the pool has no pages.
         """
         self._check_own_device("pages")
-        sequence = self._loaded()
+        state = self._loaded()
         component_id = self._page_pool(pool)
-        return list(sequence.pages if component_id == FULL else sequence.windows[component_id].slots)
+        return list(state.pages if component_id == FULL else state.windows[component_id].slots)
 
     def first_page(self, pool: str) -> int:
         """Number of the first page in `pages(pool)`: 0, or the current start of a sliding window.
@@ -259,9 +259,9 @@ class Request:
             RequestStateError, KeyError: as `pages`.
         """
         self._check_own_device("first_page")
-        sequence = self._loaded()
+        state = self._loaded()
         component_id = self._page_pool(pool)
-        return 0 if component_id == FULL else sequence.windows[component_id].first
+        return 0 if component_id == FULL else state.windows[component_id].first
 
     def _page_pool(self, pool: str) -> int:
         """The component whose slots a pool with pages uses."""
@@ -279,19 +279,19 @@ class Request:
             KeyError: the pool has no states.
         """
         self._check_own_device("state")
-        sequence = self._loaded()
-        state = self._planner.state
-        states = {
-            state.names[component.id]: component.id
-            for component in state.tree.components
+        state = self._loaded()
+        cache = self._planner.state
+        ids = {
+            cache.names[component.id]: component.id
+            for component in cache.tree.components
             if not component.paged
         }
-        if pool not in states:
-            raise KeyError(f"{pool!r} is none of the pools with states: {list(states)}")
-        component_id = states[pool]
-        if component_id not in sequence.states:
+        if pool not in ids:
+            raise KeyError(f"{pool!r} is none of the pools with states: {list(ids)}")
+        component_id = ids[pool]
+        if component_id not in state.states:
             raise RequestStateError(f"the request has no {pool!r} state slot yet; extend() takes one")
-        return sequence.states[component_id]
+        return state.states[component_id]
 
     # Operations
 
@@ -300,9 +300,9 @@ class Request:
 
         Always a cancellation point. If this waiter is cancelled, the read continues for other requests.
         """
-        sequence = self._unloaded("prefetch")
+        state = self._unloaded("prefetch")
         await self._executor.checkpoint()
-        await self._controller.prefetcher.prefetch(sequence)
+        await self._controller.prefetcher.prefetch(state)
         return self.hit
 
     def rest(self) -> None:
@@ -326,10 +326,10 @@ class Request:
         return self.hit
 
     def _unloaded(self, verb: str) -> RequestState:
-        sequence = self._in_use()
-        if sequence.loaded:
+        state = self._in_use()
+        if state.loaded:
             raise RequestStateError(f"{verb}() comes before load()")
-        return sequence
+        return state
 
     async def admit(self) -> Hit:
         """Wait until the device has room for `load`, so that no hit is lost for lack of room.
@@ -343,9 +343,9 @@ class Request:
             ClosedError: the cache was closed.
         """
         self._check_own_device("admit")
-        sequence = self._unloaded("admit")
+        state = self._unloaded("admit")
         await self._executor.checkpoint()
-        await self._controller.admission.admit(sequence)
+        await self._controller.admission.admit(state)
         return self.hit
 
     def load(
@@ -369,29 +369,27 @@ class Request:
             UsageError: `into` is missing or not expected, or names a pool or page that does not exist, a page
                 twice, one that another load is writing, or more pages than the hit needs.
         """
-        sequence = self._in_use()
-        if sequence.loaded:
+        state = self._in_use()
+        if state.loaded:
             raise RequestStateError("load() was called already; its ticket serves every waiter")
-        if sequence.resting:
+        if state.resting:
             raise RequestStateError("the request rests; call rematch() first")
         self._check_named("load", "into", into, after)
-        end = sequence.lease.node
-        copies = self._planned_load(sequence, into)
-        self._controller.storage_writer.use(end if into is not None else sequence.lease.node)
-        if counted and not sequence.resumed:
-            self._controller.count_served(sequence)
-        ticket = self._executor.run(copies, sequence.runs_on, after=after)
+        end = state.lease.node
+        copies = self._planned_load(state, into)
+        self._controller.storage_writer.use(end if into is not None else state.lease.node)
+        if counted and not state.resumed:
+            self._controller.count_served(state)
+        ticket = self._executor.run(copies, state.runs_on, after=after)
         assert ticket is not None, "a load has a copy, if an empty one"
         return ticket
 
-    def _planned_load(self, sequence: RequestState, into: NamedPages | None) -> list[Copy]:
+    def _planned_load(self, state: RequestState, into: NamedPages | None) -> list[Copy]:
         if self._executor.failure is not None:
-            return self._planner.loads.load_nothing(sequence)
-        if sequence.generation != self._planner.state.tree.generation:
-            return self._planner.loads.load_nothing(sequence, MissReason.WEIGHTS)
-        return (
-            self._planner.loads.load(sequence) if into is None else self._planner.engine.load(sequence, into)
-        )
+            return self._planner.loads.load_nothing(state)
+        if state.generation != self._planner.state.tree.generation:
+            return self._planner.loads.load_nothing(state, MissReason.WEIGHTS)
+        return self._planner.loads.load(state) if into is None else self._planner.engine.load(state, into)
 
     def _check_named(self, verb: str, name: str, pages: NamedPages | None, after: Stream | None) -> None:
         """
@@ -430,9 +428,9 @@ class Request:
             RequestStateError: the request was closed meanwhile.
             ClosedError: the cache was closed.
         """
-        sequence, count = self._growing("reserve", tokens)
+        state, count = self._growing("reserve", tokens)
         await self._executor.checkpoint()
-        return await self._controller.admission.reserve(sequence, count)
+        return await self._controller.admission.reserve(state, count)
 
     def computed(self, tokens: int, seconds: float, *, context: int | None = None) -> None:
         """Report how long a prefill took, so that storage is read only where that is faster; see
@@ -479,11 +477,11 @@ class Request:
 
     def _add(self, at: int, words: array[int]) -> None:
         """Replace what is known from word `at` on."""
-        sequence = self._open()
+        state = self._open()
         try:
             self._tokens[at:] = words
         except BufferError:  # a view exists (numpy, say): copy, the view keeps the old ids
-            sequence.tokens = self._tokens = self._tokens[:at] + words
+            state.tokens = self._tokens = self._tokens[:at] + words
 
     def advance(self, length: int, *, after: Stream | None = None) -> None:
         """Report that the first `length` tokens are computed: frees pages before the sliding windows.
@@ -499,17 +497,17 @@ class Request:
             RequestStateError: before `load`, or `length` is out of range.
         """
         self._check_own_device("advance")
-        sequence, length = self._unfinished(), as_count("advance", length)
-        if not 0 <= length <= sequence.reserved:
-            raise RequestStateError(f"length {length} is outside 0..{sequence.reserved}, the room it has")
+        state, length = self._unfinished(), as_count("advance", length)
+        if not 0 <= length <= state.reserved:
+            raise RequestStateError(f"length {length} is outside 0..{state.reserved}, the room it has")
         after = after or self._stream
         if after is not None:
-            sequence.runs_on(after)
-        self._retire(sequence, length, after)
+            state.runs_on(after)
+        self._retire(state, length, after)
 
-    def _retire(self, sequence: RequestState, length: int, after: Stream | None) -> None:
+    def _retire(self, state: RequestState, length: int, after: Stream | None) -> None:
         """Free the pages before the windows, after the work enqueued on `after`."""
-        retired = self._planner.windows.retire(sequence, length)
+        retired = self._planner.windows.retire(state, length)
         if retired is None:
             return
         if after is None or self._executor.stopped:
@@ -525,9 +523,9 @@ class Request:
         publish the last with `checkpoint`. Arguments and ticket as for `checkpoint`.
         """
         self._check_own_device("snapshot")
-        sequence, length = self._checked("snapshot", length)
-        self._order_after(sequence, after or self._stream)
-        return self._copy_states(sequence, self._planner.snapshot(sequence, length))
+        state, length = self._checked("snapshot", length)
+        self._order_after(state, after or self._stream)
+        return self._copy_states(state, self._planner.snapshot(state, length))
 
     def checkpoint(
         self,
@@ -571,20 +569,20 @@ class Request:
         self._check_named("checkpoint", "pages", pages, after)
         if pages is not None:
             return self._back_up(length, pages, after, final=final)
-        sequence, length = self._checked("checkpoint", length)
-        self._order_after(sequence, after)
-        if self._publishes(sequence):
-            copies = self._planner.publish(sequence, length, final=final)
+        state, length = self._checked("checkpoint", length)
+        self._order_after(state, after)
+        if self._publishes(state):
+            copies = self._planner.publish(state, length, final=final)
         else:
-            copies, sequence.unpublished = [], True
-        ticket = self._copy_states(sequence, copies)
-        self._retire(sequence, length, after)
+            copies, state.unpublished = [], True
+        ticket = self._copy_states(state, copies)
+        self._retire(state, length, after)
         return ticket
 
     def _back_up(self, length: int, pages: NamedPages, after: Stream | None, *, final: bool) -> Ticket:
         """Copy pages that an engine owns to the host; returns the ticket of the copy."""
-        sequence, length = self._in_use(), as_count("checkpoint", length)
-        if sequence.finished:
+        state, length = self._in_use(), as_count("checkpoint", length)
+        if state.finished:
             raise RequestStateError("the request is finished: its last checkpoint was final")
         size = self._planner.state.page_size
         known = (
@@ -597,29 +595,29 @@ class Request:
                 f"length {length}: the prefix is known up to {known} tokens; append() first"
             )
         copies = self._planner.engine.backup(
-            sequence, length // size, pages, states=length % size == 0, usable=self._publishes(sequence)
+            state, length // size, pages, states=length % size == 0, usable=self._publishes(state)
         )
-        sequence.finished = final
-        self._order_after(sequence, after)
-        ticket = self._executor.run(copies, sequence.runs_on)
-        return ticket or Ticket.of_nothing(self._planner.state.spec.layers, sequence.runs_on)
+        state.finished = final
+        self._order_after(state, after)
+        ticket = self._executor.run(copies, state.runs_on)
+        return ticket or Ticket.of_nothing(self._planner.state.spec.layers, state.runs_on)
 
-    def _publishes(self, sequence: RequestState) -> bool:
+    def _publishes(self, state: RequestState) -> bool:
         """Whether checkpoints are published: the device is well, the weights are those of the match, and the
         request's hint allows it."""
-        current = sequence.generation == self._planner.state.tree.generation
-        return current and self._executor.failure is None and not sequence.transient
+        current = state.generation == self._planner.state.tree.generation
+        return current and self._executor.failure is None and not state.transient
 
-    def _order_after(self, sequence: RequestState, stream: Stream | None) -> None:
+    def _order_after(self, state: RequestState, stream: Stream | None) -> None:
         if stream is not None:
-            sequence.runs_on(stream)
+            state.runs_on(stream)
             self._executor.order_after(stream)
 
-    def _copy_states(self, sequence: RequestState, copies: list[Copy]) -> Ticket:
+    def _copy_states(self, state: RequestState, copies: list[Copy]) -> Ticket:
         """Run the copies; returns the ticket of the states' copy, a done one if there is none."""
-        ticket = self._executor.run(copies, sequence.runs_on)
+        ticket = self._executor.run(copies, state.runs_on)
         if ticket is None or copies[-1].direction is not Direction.FORK:
-            return Ticket.of_nothing(self._planner.state.spec.layers, sequence.runs_on)
+            return Ticket.of_nothing(self._planner.state.spec.layers, state.runs_on)
         return ticket
 
     def suspend(self, length: int, *, after: Stream | None = None) -> None:
@@ -645,7 +643,7 @@ class Request:
             self.checkpoint(before.snapshot_tokens, after=after)
         self.checkpoint(length, after=after, final=True)
         resumed.unpublished, resumed.published = before.unpublished, before.published
-        self._sequence = resumed
+        self._state = resumed
         self._free(before, after)
         self._planner.rematch(resumed, fetched=False)
         self._planner.rest(resumed)
@@ -657,31 +655,31 @@ class Request:
             False if there is no storage, if it refuses, or if a checkpoint could not be published after a
             device failure.
         """
-        sequence = self._in_use()
+        state = self._in_use()
         await self._executor.checkpoint()
-        if self._planner.state.host_only and not self._planner.engine.hold(sequence):
+        if self._planner.state.host_only and not self._planner.engine.hold(state):
             return False
-        return await self._controller.storage_writer.durable(sequence)
+        return await self._controller.storage_writer.durable(state)
 
     def _checked(self, verb: str, length: int) -> tuple[RequestState, int]:
-        sequence, length = self._unfinished(), as_count(verb, length)
+        state, length = self._unfinished(), as_count(verb, length)
         self._executor.check_open()
-        known = min(len(self._tokens), sequence.reserved)
+        known = min(len(self._tokens), state.reserved)
         if not 0 <= length <= known:
             raise RequestStateError(
                 f"length {length} is outside 0..{known}: the request has {len(self._tokens)} tokens "
-                f"and room for {sequence.reserved}; call append() and extend() first"
+                f"and room for {state.reserved}; call append() and extend() first"
             )
-        return sequence, length
+        return state, length
 
     def __repr__(self) -> str:
         return f"<Request {self._stage()}, {len(self._tokens)} tokens>"
 
     def _stage(self) -> str:
-        sequence = self._sequence
-        if sequence is None:
+        state = self._state
+        if state is None:
             return "closed" if self._closed else "not entered"
-        if sequence.loaded:
-            restored = f"{sequence.hit_pages * self._planner.state.page_size} restored"
-            return f"finished, {restored}" if sequence.finished else f"loaded, {restored}"
-        return "resting" if sequence.resting else f"matched, {self.hit.tokens} to restore"
+        if state.loaded:
+            restored = f"{state.hit_pages * self._planner.state.page_size} restored"
+            return f"finished, {restored}" if state.finished else f"loaded, {restored}"
+        return "resting" if state.resting else f"matched, {self.hit.tokens} to restore"

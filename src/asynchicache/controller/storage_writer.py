@@ -250,7 +250,7 @@ class StorageWriter:
             self._executor.run(self._backups.backup(node))
             self.store(node)
 
-    async def durable(self, sequence: RequestState) -> bool:
+    async def durable(self, request: RequestState) -> bool:
         """Wait until everything that a request published is in storage.
 
         Waits only for work in flight on the request's own path. Storage is asked before returning True.
@@ -260,26 +260,26 @@ class StorageWriter:
             False if some pages cannot be stored, a checkpoint could not be published, or its state or window
             lost its place in memory before it was written.
         """
-        *earlier, last = self._planner.published_ends(sequence)
+        *earlier, last = self._planner.published_ends(request)
         self._awaited[last] += 1
         try:
             for _ in range(2):  # what storage has lost is written anew once
                 for node in (*earlier, last):
-                    if not await self._path_written(sequence, node):
+                    if not await self._path_written(request, node):
                         return False
                 there = await self.confirm(last, earlier)
                 if there or there is None:
                     # A state that lost its slot before it was written cannot be resumed after a restart.
-                    return bool(there) and (not sequence.resumable or self._backups.can_resume(last))
+                    return bool(there) and (not request.resumable or self._backups.can_resume(last))
             return False
         finally:
             self._awaited[last] -= 1
             self._awaited += Counter()  # drops what is no longer awaited
 
-    async def _path_written(self, sequence: RequestState, node: Node) -> bool:
+    async def _path_written(self, request: RequestState, node: Node) -> bool:
         """Wait until the path to `node` is marked stored, with the window and state that its end needs."""
         tried = False
-        while self._storage and not (sequence.unpublished or self._executor.stopped):
+        while self._storage and not (request.unpublished or self._executor.stopped):
             if self.clearing or self._backups.in_flight(node):
                 await self._executor.next_progress()
             elif self._backups.is_stored(node):

@@ -89,10 +89,10 @@ def _counts(state: CacheState, in_flight: InFlightWork) -> Iterator[str]:
 
 def _leftovers(state: CacheState, in_flight: InFlightWork) -> Iterator[str]:
     """Requests, work, pins and quarantined slots that an idle cache should not have."""
-    for sequence in state.sequences:
-        status = "closed, and its slots are still in use" if sequence.closed else "open"
-        made = f", made at {sequence.made_at}" if sequence.made_at else ""
-        yield f"a request of {len(sequence.tokens)} tokens is {status}: pages {sequence.own_pages()}{made}"
+    for request in state.requests:
+        status = "closed, and its slots are still in use" if request.closed else "open"
+        made = f", made at {request.made_at}" if request.made_at else ""
+        yield f"a request of {len(request.tokens)} tokens is {status}: pages {request.own_pages()}{made}"
     if in_flight.active or state.tier_copies or state.pinned or in_flight.calls:
         yield (
             f"{len(state.tier_copies)} copies and {len(in_flight.calls)} storage calls are in flight, "

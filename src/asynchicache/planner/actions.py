@@ -36,10 +36,10 @@ class Copy:
     span: Span | None = None
     period: int | None = None
 
-    def serve(self, sequence: RequestState) -> Copy:
-        """Keep the slots of `sequence` until this copy has ended; returns the copy."""
-        sequence.users += 1
-        self.user = sequence
+    def serve(self, request: RequestState) -> Copy:
+        """Keep the slots of `request` until this copy has ended; returns the copy."""
+        request.users += 1
+        self.user = request
         return self
 
 

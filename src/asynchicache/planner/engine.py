@@ -73,7 +73,7 @@ class EnginePlanner:
 
     # To the device
 
-    def load(self, sequence: RequestState, into: NamedPages) -> list[Copy]:
+    def load(self, request: RequestState, into: NamedPages) -> list[Copy]:
         """Copy the end of the matched prefix to the engine's pages, as far as it names them.
 
         The copy keeps the host pages from now on; the request keeps nothing.
@@ -81,20 +81,20 @@ class EnginePlanner:
         Raises:
             UsageError: as `check`, or the prefix does not need a named page.
         """
-        node = sequence.lease.node
+        node = request.lease.node
         self.check(into, node.end, written=True)
         transfers, pins = self._from_host(node, into)
-        sequence.loaded = True
-        sequence.hit_pages = node.end
-        sequence.tier = self._tier(sequence, node, transfers)
-        self._count_sources(sequence, node, transfers)
+        request.loaded = True
+        request.hit_pages = node.end
+        request.tier = self._tier(request, node, transfers)
+        self._count_sources(request, node, transfers)
         copy = Copy(Direction.LOAD, [], self._state.begin(Tier.DEVICE, []))
         copies.keep(self._tree, copy.tier_copy, pins)
         for component_id, (sources, destinations) in transfers.items():
             copy.transfers += self._state.transfers(component_id, sources, destinations)
             self._loading.update((self._state.names[component_id], page) for page in destinations)
-        self.let_go(sequence)
-        return [copy.serve(sequence)]
+        self.let_go(request)
+        return [copy.serve(request)]
 
     def _from_host(self, node: Node, into: NamedPages) -> tuple[dict[int, tuple[list[int], list[int]]], Pins]:
         """By component, the host slots and the engine's pages of a load; and what keeps the host slots."""
@@ -132,30 +132,30 @@ class EnginePlanner:
         slots = _slots_of(parts, component_id)
         return {page: slot for page, slot in slots.items() if page >= behind}, parts
 
-    def _tier(self, sequence: RequestState, node: Node, transfers: Mapping[int, object]) -> Tier:
+    def _tier(self, request: RequestState, node: Node, transfers: Mapping[int, object]) -> Tier:
         if not (node.pages and transfers):
             return Tier.DEVICE
-        return Tier.STORAGE if sequence.prefetched else Tier.HOST
+        return Tier.STORAGE if request.prefetched else Tier.HOST
 
     def _count_sources(
-        self, sequence: RequestState, node: Node, transfers: Mapping[int, tuple[list[int], list[int]]]
+        self, request: RequestState, node: Node, transfers: Mapping[int, tuple[list[int], list[int]]]
     ) -> None:
         """Count by tier the pages and states that the engine gets; it has the others of the prefix."""
         for component_id, name in enumerate(self._state.names):
             host = len(transfers[component_id][0]) if component_id in transfers else 0
-            stored = min(host, sequence.fetched_pages)
+            stored = min(host, request.fetched_pages)
             needed = node.end
             if component_id != FULL:
                 needed = min(needed, self._state.spec.owners[component_id].coverage.pages or 0)
-            sequence.sources[name, Tier.DEVICE] += needed - host
-            sequence.sources[name, Tier.HOST] += host - stored
-            sequence.sources[name, Tier.STORAGE] += stored
+            request.sources[name, Tier.DEVICE] += needed - host
+            request.sources[name, Tier.HOST] += host - stored
+            request.sources[name, Tier.STORAGE] += stored
 
-    def let_go(self, sequence: RequestState) -> None:
+    def let_go(self, request: RequestState) -> None:
         """Release what a request pins: the engine has its own copy, and pages that were published stay as
         long as the policy keeps them."""
-        before, root = sequence.lease, self._tree.root(sequence.seed)
-        sequence.lease = self._tree.lease(root, before.credit)
+        before, root = request.lease, self._tree.root(request.seed)
+        request.lease = self._tree.lease(root, before.credit)
         before.close()
 
     def load_ended(self, copy: Copy) -> None:
@@ -166,13 +166,13 @@ class EnginePlanner:
     # From the device
 
     def backup(
-        self, sequence: RequestState, pages: int, named: NamedPages, *, states: bool, usable: bool
+        self, request: RequestState, pages: int, named: NamedPages, *, states: bool, usable: bool
     ) -> list[Copy]:
         """Copy what the host lacks of a prefix of `pages` pages, as far as there is room and as far as the
         engine names its pages without a gap.
 
         Args:
-            sequence: the request.
+            request: the request.
             pages: whole pages of the prefix.
             named: the engine's pages.
             states: the prefix ends at a page boundary, so that states belong to its last page.
@@ -182,7 +182,7 @@ class EnginePlanner:
             UsageError: as `check`.
         """
         self.check(named, pages, written=False)
-        sequence.unpublished |= not usable
+        request.unpublished |= not usable
         if not usable:
             return []
         if not states:
@@ -194,21 +194,21 @@ class EnginePlanner:
             name: {pages - len(of_pool) + i: n for i, n in enumerate(of_pool) if n is not None}
             for name, of_pool in named.items()
         }
-        above = tree.rooted(tree.known_end(sequence.tokens, sequence.seed, pages))
+        above = tree.rooted(tree.known_end(request.tokens, request.seed, pages))
         kept: Pins = [(above, FULL_HOST)] if above.pages else []
         state.pin(kept)
         try:
-            end, batch = self._full_pages(sequence, above, pages, numbers.get(state.names[FULL], {}))
+            end, batch = self._full_pages(request, above, pages, numbers.get(state.names[FULL], {}))
             if end.end == pages and end.pages:
                 batch += self._others(end, numbers, kept)
         finally:
             state.unpin(kept)
-        sequence.published.add(pages)
-        tree.published(end, sequence.lease.credit, fresh=end is not above)
+        request.published.add(pages)
+        tree.published(end, request.lease.credit, fresh=end is not above)
         return self._copy(end, batch, numbers)
 
     def _full_pages(
-        self, sequence: RequestState, above: Node, pages: int, numbers: Mapping[int, int]
+        self, request: RequestState, above: Node, pages: int, numbers: Mapping[int, int]
     ) -> tuple[Node, list[tuple[CopyRequest, list[int]]]]:
         """Grow the path behind `above` by the full pages that are named and have room; returns its end."""
         state, tree = self._state, self._tree
@@ -220,7 +220,7 @@ class EnginePlanner:
         if stop == above.end:
             return above, []
         size = tree.page_bytes
-        key = memoryview(sequence.tokens).cast("B")[above.end * size : stop * size].tobytes()
+        key = memoryview(request.tokens).cast("B")[above.end * size : stop * size].tobytes()
         end = tree.grow(above, key)
         for window in tree.windows if stop == pages else ():
             tree.cut_window(end, window.id)
@@ -278,23 +278,23 @@ class EnginePlanner:
         publishes = end if self._backups.due(end) else None
         return [Copy(Direction.BACKUP, transfers, tier_copy, publishes=publishes)]
 
-    def hold(self, sequence: RequestState) -> bool:
+    def hold(self, request: RequestState) -> bool:
         """Pin what a request has published, so that a wait for its storage is not overtaken by eviction.
 
         Returns:
             Whether all that it was to publish is in memory: there was room, and it was not evicted since.
         """
-        pages = max(sequence.published, default=0)
-        node = self._tree.known_end(sequence.tokens, sequence.seed, pages)
-        before = sequence.lease
-        sequence.lease = self._tree.lease(node, before.credit)
+        pages = max(request.published, default=0)
+        node = self._tree.known_end(request.tokens, request.seed, pages)
+        before = request.lease
+        request.lease = self._tree.lease(node, before.credit)
         before.close()
         return node.end == pages
 
 
-def miss_all(sequence: RequestState) -> None:
+def miss_all(request: RequestState) -> None:
     """Mark a request as one that gets nothing, after a device failure."""
-    sequence.loaded, sequence.hit_pages, sequence.reason = True, 0, MissReason.TRANSFER_FAILED
+    request.loaded, request.hit_pages, request.reason = True, 0, MissReason.TRANSFER_FAILED
 
 
 def _path(node: Node, first: int) -> list[Node]:

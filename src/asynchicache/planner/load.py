@@ -36,38 +36,38 @@ class LoadPlanner:
         self._states = [component.id for component in state.tree.components if not component.paged]
 
     def load_nothing(
-        self, sequence: RequestState, reason: MissReason = MissReason.TRANSFER_FAILED
+        self, request: RequestState, reason: MissReason = MissReason.TRANSFER_FAILED
     ) -> list[Copy]:
         """Serve a request without the cache, e.g. after a device failure: one empty copy."""
-        sequence.loaded = True
-        sequence.generation = self._tree.generation
-        self._shorten(sequence, self._tree.root(sequence.seed))
-        self._windows.start(sequence, sequence.lease.node)
-        sequence.reason = reason
-        return [Copy(Direction.LOAD, [], self._state.begin(Tier.DEVICE, [])).serve(sequence)]
+        request.loaded = True
+        request.generation = self._tree.generation
+        self._shorten(request, self._tree.root(request.seed))
+        self._windows.start(request, request.lease.node)
+        request.reason = reason
+        return [Copy(Direction.LOAD, [], self._state.begin(Tier.DEVICE, [])).serve(request)]
 
-    def load(self, sequence: RequestState) -> list[Copy]:
+    def load(self, request: RequestState) -> list[Copy]:
         """Plan the copies that bring the matched prefix to the device, with the request's own working states.
 
         Without room for the missing pages, falls back to the prefix on the device. The ticket of the last
         copy covers all copies.
         """
-        sequence.loaded = True
-        node = sequence.lease.node
+        request.loaded = True
+        node = request.lease.node
         wanted = copies.missing_on_device(self._tree, node)
-        self._keep_on_device(sequence, device_end(node))  # another request may have loaded it since the match
-        has_states = self.take_states(sequence)
+        self._keep_on_device(request, device_end(node))  # another request may have loaded it since the match
+        has_states = self.take_states(request)
         if not has_states:
-            node, wanted = self._shorten(sequence, self._tree.root(sequence.seed)), []
+            node, wanted = self._shorten(request, self._tree.root(request.seed)), []
         elif self._state.make_room_for_all(by_place(wanted)) is not None:
-            node, wanted = self._shorten(sequence, self._on_device(node)), []
-        sequence.tier = self.tier(sequence, node)
-        self._count_sources(sequence, node, wanted)
-        plan = self._load_copies(sequence, node, wanted)
-        sequence.hit_pages = sequence.borrowed = node.end
-        sequence.pages = _path_slots(node)
-        self._windows.start(sequence, node)
-        sequence.reserved = node.end * self._state.page_size
+            node, wanted = self._shorten(request, self._on_device(node)), []
+        request.tier = self.tier(request, node)
+        self._count_sources(request, node, wanted)
+        plan = self._load_copies(request, node, wanted)
+        request.hit_pages = request.borrowed = node.end
+        request.pages = _path_slots(node)
+        self._windows.start(request, node)
+        request.reserved = node.end * self._state.page_size
         return plan
 
     def _on_device(self, node: Node) -> Node:
@@ -81,48 +81,48 @@ class LoadPlanner:
         windows = all(component.tier(node) is Tier.DEVICE for component in self._tree.windows)
         return windows and self._tree.restorable(node)
 
-    def _shorten(self, sequence: RequestState, node: Node) -> Node:
-        if node is not sequence.lease.node:
-            sequence.reason = MissReason.DEVICE_CAPACITY
-            before = sequence.lease
-            sequence.lease = self._tree.lease(node, before.credit)
+    def _shorten(self, request: RequestState, node: Node) -> Node:
+        if node is not request.lease.node:
+            request.reason = MissReason.DEVICE_CAPACITY
+            before = request.lease
+            request.lease = self._tree.lease(node, before.credit)
             before.close()
         return node
 
-    def tier(self, sequence: RequestState, node: Node | None = None) -> Tier:
+    def tier(self, request: RequestState, node: Node | None = None) -> Tier:
         """The farthest tier that any pool of the prefix comes from."""
-        node = node or sequence.lease.node
+        node = node or request.lease.node
         if node.parent is None:
             return Tier.DEVICE
-        if sequence.prefetched and sequence.reason is not MissReason.DEVICE_CAPACITY:
+        if request.prefetched and request.reason is not MissReason.DEVICE_CAPACITY:
             return Tier.STORAGE
         pages = Tier.HOST if node.residency[FULL_DEVICE] == ABSENT else Tier.DEVICE
         return max([pages, *(component.tier(node) or Tier.DEVICE for component in self._tree.components)])
 
-    def _count_sources(self, sequence: RequestState, node: Node, wanted: list[CopyRequest]) -> None:
+    def _count_sources(self, request: RequestState, node: Node, wanted: list[CopyRequest]) -> None:
         """Count by tier the pages and states of the prefix that ends at `node`, before copies move them."""
         if node.parent is None:
             return
         host: Counter[int] = Counter()
         for want in wanted:
             host[want.component_id] += want.size
-        self._count(sequence, FULL, node.end, host[FULL])
+        self._count(request, FULL, node.end, host[FULL])
         for component in self._tree.components:
             if component.paged:
                 pages = sum(part.pages for part in component.needs(node))
-                self._count(sequence, component.id, pages, host[component.id])
+                self._count(request, component.id, pages, host[component.id])
             else:
-                self._count(sequence, component.id, 1, int(component.nearest(node) is Tier.HOST))
+                self._count(request, component.id, 1, int(component.nearest(node) is Tier.HOST))
 
-    def _count(self, sequence: RequestState, component_id: int, slots: int, host: int) -> None:
+    def _count(self, request: RequestState, component_id: int, slots: int, host: int) -> None:
         """Count `slots` of a component. `host` of them are only on the host; the last of those came from the
         request's own prefetch."""
-        name, stored = self._state.names[component_id], min(host, sequence.fetched_pages)
-        sequence.sources[name, Tier.DEVICE] += slots - host
-        sequence.sources[name, Tier.HOST] += host - stored
-        sequence.sources[name, Tier.STORAGE] += stored
+        name, stored = self._state.names[component_id], min(host, request.fetched_pages)
+        request.sources[name, Tier.DEVICE] += slots - host
+        request.sources[name, Tier.HOST] += host - stored
+        request.sources[name, Tier.STORAGE] += stored
 
-    def _load_copies(self, sequence: RequestState, node: Node, wanted: list[CopyRequest]) -> list[Copy]:
+    def _load_copies(self, request: RequestState, node: Node, wanted: list[CopyRequest]) -> list[Copy]:
         """One copy from the host, and one within the device if a state is already there.
 
         The first is made even if it is empty: it reads the slots that the second copy and other requests'
@@ -140,14 +140,14 @@ class LoadPlanner:
                 want.component_id, want.node.slots_at(place_of(want.component_id, Tier.HOST)), slots
             )
         fork = Copy(Direction.FORK, [], copies.TierCopy(Tier.DEVICE))
-        for component_id, slot in sequence.states.items() if node.parent is not None else ():
+        for component_id, slot in request.states.items() if node.parent is not None else ():
             self._load_state(node, component_id, slot, load, fork)
             reads.append((state.names[component_id], [slot]))
-        self._keep_on_device(sequence, node)
+        self._keep_on_device(request, node)
         if not fork.transfers:
-            return [load.serve(sequence)]
+            return [load.serve(request)]
         state.tier_copies.append(fork.tier_copy)
-        return [fork.serve(sequence), load.serve(sequence)]
+        return [fork.serve(request), load.serve(request)]
 
     def _load_state(self, node: Node, component_id: int, slot: int, load: Copy, fork: Copy) -> None:
         """Add a copy of one state at `node` into the request's own slot, and pin its source."""
@@ -160,12 +160,12 @@ class LoadPlanner:
             self._tree, copy.tier_copy, [(node, place_of(component_id, tier)), (node, place_of(FULL, tier))]
         )
 
-    def _keep_on_device(self, sequence: RequestState, node: Node) -> None:
+    def _keep_on_device(self, request: RequestState, node: Node) -> None:
         """Pin the prefix on the device with the lease: the request reads it there from now on."""
-        pinned = sequence.lease.pinned
+        pinned = request.lease.pinned
         if node.parent is not None and (node, FULL_DEVICE) not in pinned:
             self._tree.pin_for(pinned, node, FULL_DEVICE)
-        self._tree.keep_windows(sequence.lease, Tier.DEVICE)
+        self._tree.keep_windows(request.lease, Tier.DEVICE)
 
     def on_device(self, node: Node) -> Pins:
         """Pins for what a prefix ending at `node` has on the device, so that it is not evicted."""
@@ -190,14 +190,14 @@ class LoadPlanner:
             node = node.parent
         return reads
 
-    def take_states(self, sequence: RequestState) -> bool:
+    def take_states(self, request: RequestState) -> bool:
         """Allocate the request's missing working states; False if there is no room."""
         for component_id in self._states:
             place = place_of(component_id, Tier.DEVICE)
-            if component_id not in sequence.states:
+            if component_id not in request.states:
                 if not self._state.make_room(place, 1):
                     return False
-                sequence.states[component_id] = self._state.free[place].allocate(1)[0]
+                request.states[component_id] = self._state.free[place].allocate(1)[0]
         return True
 
 

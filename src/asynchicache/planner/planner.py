@@ -118,12 +118,10 @@ class Planner:
         match = self._match(tokens, seed)
         held_back = self._tree.held_back(tokens, match)
         lease = self._tree.pin(match, self._credit(tokens, seed, match, hint, uptime))
-        sequence = RequestState(
-            tokens, seed, lease, match, held_back, prompt=prompt, transient=hint.transient
-        )
-        sequence.generation = self._tree.generation
-        self.state.sequences.add(sequence)
-        return sequence
+        request = RequestState(tokens, seed, lease, match, held_back, prompt=prompt, transient=hint.transient)
+        request.generation = self._tree.generation
+        self.state.requests.add(request)
+        return request
 
     def reopen(self, before: RequestState) -> RequestState:
         """The state in which a suspended request goes on: all its tokens are its prompt, and it rests.
@@ -131,11 +129,11 @@ class Planner:
         Raises:
             CapacityError: as `open`.
         """
-        sequence = self.open(before.tokens, before.seed)
-        self.rest(sequence)
-        sequence.made_at, sequence.streams, sequence.resumed = before.made_at, dict(before.streams), True
-        sequence.transient = before.transient
-        return sequence
+        request = self.open(before.tokens, before.seed)
+        self.rest(request)
+        request.made_at, request.streams, request.resumed = before.made_at, dict(before.streams), True
+        request.transient = before.transient
+        return request
 
     def _credit(self, tokens: array[int], seed: bytes, match: Match, hint: CacheHint, uptime: float) -> float:
         """What the policy and a hint give a request, in ticks of the tree's clock."""
@@ -161,103 +159,103 @@ class Planner:
     def _match(self, tokens: array[int], seed: bytes) -> Match:
         return self._tree.match(tokens, seed, limit=(len(tokens) - 1) // self._tree.page_size)
 
-    def rematch(self, sequence: RequestState, *, fetched: bool = True) -> None:
+    def rematch(self, request: RequestState, *, fetched: bool = True) -> None:
         """Match again, and pin the new prefix before releasing the old one.
 
         `fetched`: the call is after the request's own prefetch, so what the match gains came from storage.
         """
-        match = self._match(sequence.tokens, sequence.seed)
-        sequence.held_back = self._tree.held_back(sequence.tokens, match)
+        match = self._match(request.tokens, request.seed)
+        request.held_back = self._tree.held_back(request.tokens, match)
         if fetched:
-            more = max(match.pages - sequence.matched_pages, 0)
-            sequence.fetched_pages = min(sequence.fetched_pages + more, match.pages)
-        before, sequence.match = sequence.lease, match
-        sequence.lease = self._tree.pin(match, before.credit)
-        sequence.generation = self._tree.generation
-        sequence.resting = False
+            more = max(match.pages - request.matched_pages, 0)
+            request.fetched_pages = min(request.fetched_pages + more, match.pages)
+        before, request.match = request.lease, match
+        request.lease = self._tree.pin(match, before.credit)
+        request.generation = self._tree.generation
+        request.resting = False
         before.close()
 
-    def rest(self, sequence: RequestState) -> None:
+    def rest(self, request: RequestState) -> None:
         """Release the prefix until `rematch`."""
-        before, root = sequence.lease, self._tree.root(sequence.seed)
-        sequence.lease = self._tree.lease(root, before.credit)
-        sequence.resting = True
+        before, root = request.lease, self._tree.root(request.seed)
+        request.lease = self._tree.lease(root, before.credit)
+        request.resting = True
         before.close()
 
-    def count_hit(self, sequence: RequestState) -> list[Copy]:
+    def count_hit(self, request: RequestState) -> list[Copy]:
         """Count a hit on the matched path; return the backups it triggers (write-through-selective)."""
         selective = self.state.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         if not selective:
             return []
-        path = self._tree.count_hit(sequence.lease.node)
+        path = self._tree.count_hit(request.lease.node)
         due = [node for node in path if self.backups.due(node)]
         return self.backups.backup(due[-1]) if due else []
 
-    def due_in_storage(self, sequence: RequestState) -> Node | None:
+    def due_in_storage(self, request: RequestState) -> Node | None:
         """The end of the matched path if it is to be written to storage now, because an engine's pages are on
         the host before the policy wants them in storage (write-through-selective); else None."""
-        node = sequence.lease.node
+        node = request.lease.node
         selective = self.state.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         return node if self.state.host_only and selective and node.pages and self.backups.due(node) else None
 
-    def release(self, sequence: RequestState, error: BaseException | None = None) -> None:
+    def release(self, request: RequestState, error: BaseException | None = None) -> None:
         """Drop one user (the request, a copy, or a stream); the last one frees the request's slots.
 
         Args:
-            sequence: the request.
+            request: the request.
             error: a device failure. The device may still write to the slots, so they are not reused.
         """
-        sequence.poisoned |= error is not None
-        sequence.users -= 1
-        if sequence.users:
+        request.poisoned |= error is not None
+        request.users -= 1
+        if request.users:
             return
-        state, poisoned = self.state, sequence.poisoned
-        state.sequences.discard(sequence)
-        sequence.lease.close()
-        state.give_back(FULL_DEVICE, sequence.own_pages(), poisoned=poisoned)
-        for slots in (sequence.states, sequence.snapshots):
+        state, poisoned = self.state, request.poisoned
+        state.requests.discard(request)
+        request.lease.close()
+        state.give_back(FULL_DEVICE, request.own_pages(), poisoned=poisoned)
+        for slots in (request.states, request.snapshots):
             for component_id, slot in slots.items():
                 state.give_back(place_of(component_id, Tier.DEVICE), [slot], poisoned=poisoned)
-        for component_id, window in sequence.windows.items():
+        for component_id, window in request.windows.items():
             state.give_back(place_of(component_id, Tier.DEVICE), sorted(window.own), poisoned=poisoned)
 
     def abandon(self) -> None:
         """Close the leases of closed requests whose copies or forwards will never be reported, because the
         cache is closed. Their own slots stay allocated: the device may still write to them."""
-        for sequence in self.state.sequences:
-            if sequence.closed:
-                sequence.lease.close()
+        for request in self.state.requests:
+            if request.closed:
+                request.lease.close()
 
-    def reason(self, sequence: RequestState) -> MissReason:
+    def reason(self, request: RequestState) -> MissReason:
         """Why a request did not get all but the last page of its prompt."""
-        pages = sequence.hit_pages if sequence.loaded else sequence.matched_pages
-        if pages >= (sequence.prompt - 1) // self.state.page_size:
+        pages = request.hit_pages if request.loaded else request.matched_pages
+        if pages >= (request.prompt - 1) // self.state.page_size:
             return MissReason.NONE
-        if sequence.reason is not MissReason.NONE:
-            return sequence.reason
-        held = sequence.limited_by
+        if request.reason is not MissReason.NONE:
+            return request.reason
+        held = request.limited_by
         if held is None:
             return MissReason.COLD
         return MissReason.STATE if held.component_id in self._states else MissReason.WINDOW
 
-    def limiting_pool(self, sequence: RequestState) -> str:
+    def limiting_pool(self, request: RequestState) -> str:
         """The pool that limits a hit; the first pool if no other does."""
-        limit = sequence.limited_by
+        limit = request.limited_by
         return self.state.names[limit.component_id if limit is not None else FULL]
 
-    def cuts(self, sequence: RequestState) -> tuple[int, ...]:
+    def cuts(self, request: RequestState) -> tuple[int, ...]:
         """Where the prefill of a prompt should end a forward; see `Request.cuts`."""
         size = self.state.page_size
-        start = sequence.hit_pages if sequence.loaded else sequence.matched_pages
-        branch = (sequence.branching_pages or 0) * size
+        start = request.hit_pages if request.loaded else request.matched_pages
+        branch = (request.branching_pages or 0) * size
         if not self._states:  # every publication has its window pages
             return (branch,) if self.checkpoints.branch and branch > start * size else ()
-        return self.checkpoints.cuts(start * size, sequence.prompt // size * size, branch)
+        return self.checkpoints.cuts(start * size, request.prompt // size * size, branch)
 
-    def hit_advice(self, sequence: RequestState) -> tuple[str, str]:
+    def hit_advice(self, request: RequestState) -> tuple[str, str]:
         """The pool that keeps a hit below its full pages, and advice; empty if there is none."""
-        held, full = sequence.limited_by, sequence.branching_pages
-        if held is None or full is None or (sequence.loaded and sequence.hit_pages >= full):
+        held, full = request.limited_by, request.branching_pages
+        if held is None or full is None or (request.loaded and request.hit_pages >= full):
             return "", ""
         name, size = self.state.names[held.component_id], self.state.page_size
         if held.dropped:
@@ -266,46 +264,44 @@ class Planner:
 
     # Room
 
-    def extend(self, sequence: RequestState, tokens: int) -> dict[str, list[int]]:
+    def extend(self, request: RequestState, tokens: int) -> dict[str, list[int]]:
         """Allocate slots for `tokens` more tokens in every pool with pages, and missing working states.
 
         Raises:
             CapacityError: too few slots, even after evicting everything evictable.
         """
         state = self.state
-        target, count = sequence.reserved + tokens, self.new_pages(sequence, tokens)
-        self._need(
-            sequence, {FULL_DEVICE: count} | {place_of(n, Tier.DEVICE): count for n in sequence.windows}
-        )
+        target, count = request.reserved + tokens, self.new_pages(request, tokens)
+        self._need(request, {FULL_DEVICE: count} | {place_of(n, Tier.DEVICE): count for n in request.windows})
         slots = state.free[FULL_DEVICE].allocate(count)
-        sequence.pages += slots
-        sequence.reserved = target
-        return {name: list(slots) for name in state.sharing(FULL)} | self.windows.extend(sequence, count)
+        request.pages += slots
+        request.reserved = target
+        return {name: list(slots) for name in state.sharing(FULL)} | self.windows.extend(request, count)
 
-    def new_pages(self, sequence: RequestState, tokens: int) -> int:
+    def new_pages(self, request: RequestState, tokens: int) -> int:
         """The new pages that a request needs for `tokens` more tokens."""
-        target = sequence.reserved + tokens
-        return max(-(-target // self.state.page_size) - len(sequence.pages), 0)
+        target = request.reserved + tokens
+        return max(-(-target // self.state.page_size) - len(request.pages), 0)
 
-    def admit(self, sequence: RequestState) -> None:
+    def admit(self, request: RequestState) -> None:
         """Make room on the device for `load`: allocate working states, free slots for missing pages.
 
         Raises:
             CapacityError: not enough can be evicted.
         """
-        node = sequence.lease.node
+        node = request.lease.node
         missing = by_place(copies.missing_on_device(self._tree, node))
         kept = self.loads.on_device(node)  # others may have loaded it since the match, and released it
         self.state.pin(kept)
         try:
-            self._need(sequence, missing)
+            self._need(request, missing)
         finally:
             self.state.unpin(kept)
 
-    def _need(self, sequence: RequestState, counts: Mapping[SlotPlace, int]) -> None:
-        if not self.loads.take_states(sequence):
+    def _need(self, request: RequestState, counts: Mapping[SlotPlace, int]) -> None:
+        if not self.loads.take_states(request):
             missing = next(
-                component_id for component_id in self._states if component_id not in sequence.states
+                component_id for component_id in self._states if component_id not in request.states
             )
             raise self._short(1, place_of(missing, Tier.DEVICE))
         short = self.state.make_room_for_all(counts)
@@ -321,99 +317,99 @@ class Planner:
 
     # Publication
 
-    def snapshot(self, sequence: RequestState, length: int) -> list[Copy]:
+    def snapshot(self, request: RequestState, length: int) -> list[Copy]:
         """Copy the working states, which are at `length` tokens, to snapshot slots of the request."""
         # Set even without room: otherwise `publish` would take a later working state for this length's.
-        sequence.snapshot_tokens = length
-        if not self._take_snapshots(sequence):
+        request.snapshot_tokens = length
+        if not self._take_snapshots(request):
             self.state.counters.states_skipped += 1
             return []
         forks: Transfers = []
-        for component_id, slot in sequence.snapshots.items():
-            forks += self.state.transfers(component_id, [sequence.states[component_id]], [slot])
+        for component_id, slot in request.snapshots.items():
+            forks += self.state.transfers(component_id, [request.states[component_id]], [slot])
         if not forks:
             return []
-        return [Copy(Direction.FORK, forks, self.state.begin(Tier.DEVICE, [])).serve(sequence)]
+        return [Copy(Direction.FORK, forks, self.state.begin(Tier.DEVICE, [])).serve(request)]
 
-    def _take_snapshots(self, sequence: RequestState) -> bool:
+    def _take_snapshots(self, request: RequestState) -> bool:
         """Allocate a snapshot slot for every working state, all or nothing."""
-        new = [component_id for component_id in sequence.states if component_id not in sequence.snapshots]
+        new = [component_id for component_id in request.states if component_id not in request.snapshots]
         counts = {place_of(component_id, Tier.DEVICE): 1 for component_id in new}
         if self.state.make_room_for_all(counts) is not None:
             return False
         for component_id in new:
-            sequence.snapshots[component_id] = self.state.free[place_of(component_id, Tier.DEVICE)].allocate(
+            request.snapshots[component_id] = self.state.free[place_of(component_id, Tier.DEVICE)].allocate(
                 1
             )[0]
         return True
 
-    def publish(self, sequence: RequestState, length: int, *, final: bool = False) -> list[Copy]:
+    def publish(self, request: RequestState, length: int, *, final: bool = False) -> list[Copy]:
         """Insert the whole pages up to `length` tokens into the tree, and a state if there is one.
 
         The state is the snapshot taken at that length; else the working state, if `length` is a whole number
         of pages. The caller guarantees that a forward ended there. `final`: the request computes nothing
         more, so the tree takes the working state itself, without a copy or another slot.
         """
-        if sequence.generation != self._tree.generation:
-            sequence.unpublished = True  # its pages are of other weights than those served now
+        if request.generation != self._tree.generation:
+            request.unpublished = True  # its pages are of other weights than those served now
             return []
-        if sequence.lease.node.residency[FULL_DEVICE] == ABSENT:
-            sequence.unpublished = True  # a failed load took the prefix away
+        if request.lease.node.residency[FULL_DEVICE] == ABSENT:
+            request.unpublished = True  # a failed load took the prefix away
             return []
         pages = length // self.state.page_size
-        if pages < sequence.borrowed:
+        if pages < request.borrowed:
             return []
-        offers = self.windows.offered(sequence, pages)
+        offers = self.windows.offered(request, pages)
         result = self._tree.insert(
-            sequence.lease, sequence.tokens, sequence.pages[sequence.borrowed : pages], windows=offers
+            request.lease, request.tokens, request.pages[request.borrowed : pages], windows=offers
         )
-        self.windows.handed_over(sequence, offers, result)
-        sequence.duplicates += result.duplicates
-        sequence.borrowed = pages
+        self.windows.handed_over(request, offers, result)
+        request.duplicates += result.duplicates
+        request.borrowed = pages
         if self._tree.windows:
-            sequence.published.add(pages)
+            request.published.add(pages)
         for node in result.filled:
             node.hits = max(node.hits, 1)  # it may already be on the host with hits: the count never falls
-        sequence.finished = final
+        request.finished = final
         copy = None
-        if final and sequence.snapshot_tokens != length:
-            self._give_states(sequence, result.node, length)
+        if final and request.snapshot_tokens != length:
+            self._give_states(request, result.node, length)
         else:
-            copy = self._publish_states(sequence, result.node, length)
-        sequence.resumable = self._tree.restorable(result.node)
+            copy = self._publish_states(request, result.node, length)
+        request.resumable = self._tree.restorable(result.node)
         if copy is not None:
             return [copy]
         return self.backups.backup(result.node) if self.backups.due(result.node) else []
 
-    def published_ends(self, sequence: RequestState) -> list[Node]:
+    def published_ends(self, request: RequestState) -> list[Node]:
         """The ends of the request's checkpoints that can be resumed from memory, first to last, and then the
         end of its path.
 
         Each checkpoint has a window of its own; the last window does not include the earlier ones.
         """
-        node = sequence.lease.node
+        node = request.lease.node
         ends = [node]
         while (above := node.parent) is not None:
-            if node.end in sequence.published and node is not ends[0] and self._tree.restorable(node):
+            if node.end in request.published and node is not ends[0] and self._tree.restorable(node):
                 ends.append(node)
             node = above
         return ends[::-1]
 
-    def _give_states(self, sequence: RequestState, node: Node, length: int) -> None:
+    def _give_states(self, request: RequestState, node: Node, length: int) -> None:
         """Hand the working states over to `node`, for components where it has none."""
         if length % self.state.page_size or node.parent is None:
             return
-        for component_id, slot in list(sequence.states.items()):
+        for component_id, slot in list(request.states.items()):
             if self._tree.take_state(node, component_id, Tier.DEVICE, slot):
-                del sequence.states[component_id]
+                del request.states[component_id]
                 # The forward that writes it may be in flight, until the request is released.
-                self._tree.pin_for(sequence.lease.pinned, node, place_of(component_id, Tier.DEVICE))
+                self._tree.pin_for(request.lease.pinned, node, place_of(component_id, Tier.DEVICE))
                 self._tree.supersede(node, component_id)
             else:
                 self._tree.touch(node, component_id)
 
-    def _publish_states(self, sequence: RequestState, node: Node, length: int) -> Copy | None:
-        kept = sequence.snapshots if sequence.snapshot_tokens == length else sequence.states
+    def _publish_states(self, request: RequestState, node: Node, length: int) -> Copy | None:
+        kept = request.snapshots if request.snapshot_tokens == length else request.states
         if length % self.state.page_size or node.parent is None:
             return None
         forks: Transfers = []
@@ -428,7 +424,7 @@ class Planner:
         tier_copy = copies.begin_arrival(self._tree, node, taken)
         self.state.tier_copies.append(tier_copy)
         publishes = node if self.backups.due(node) else None
-        return Copy(Direction.FORK, forks, tier_copy, publishes=publishes).serve(sequence)
+        return Copy(Direction.FORK, forks, tier_copy, publishes=publishes).serve(request)
 
     def _state_slot(self, node: Node, component_id: int) -> int | None:
         """Allocate a slot in the tree for a state at `node`; None if it has one or there is no room."""
@@ -464,8 +460,8 @@ class Planner:
     def retire(self) -> None:
         """Forget all pages, because the weights change: requests that hold some publish nothing more."""
         self._tree.retire()
-        for sequence in self.state.sequences:
-            sequence.unpublished |= sequence.loaded
+        for request in self.state.requests:
+            request.unpublished |= request.loaded
         self.flush()
 
     def flush(self) -> None:

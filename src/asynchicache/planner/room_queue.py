@@ -19,19 +19,19 @@ class Waiter:
     """A request in the queue.
 
     Attributes:
-        sequence: the request.
+        request: the request.
         refused: it must give way, because all requests that hold slots wait for each other.
         rested: the queue released its match; it matches again when it is served or leaves.
     """
 
-    sequence: RequestState
+    request: RequestState
     refused: bool = False
     rested: bool = False
 
     @property
     def begun(self) -> bool:
         """Whether the request has slots beyond its hit, for tokens to compute."""
-        return len(self.sequence.pages) > self.sequence.hit_pages
+        return len(self.request.pages) > self.request.hit_pages
 
 
 class RoomQueue:
@@ -43,9 +43,9 @@ class RoomQueue:
     def __len__(self) -> int:
         return len(self._waiters)
 
-    def enter(self, sequence: RequestState) -> Waiter:
+    def enter(self, request: RequestState) -> Waiter:
         """Add a request at the end."""
-        waiter = Waiter(sequence)
+        waiter = Waiter(request)
         self._waiters.append(waiter)
         return waiter
 
@@ -58,21 +58,21 @@ class RoomQueue:
         begun = next((one for one in self._waiters if one.begun), None)
         return waiter is (begun or self._waiters[0])
 
-    def blocks(self, sequence: RequestState) -> bool:
+    def blocks(self, request: RequestState) -> bool:
         """Whether a request outside the queue must wait behind those in it."""
-        return bool(self._waiters) and not Waiter(sequence).begun
+        return bool(self._waiters) and not Waiter(request).begun
 
-    def all_wait(self, sequences: Collection[RequestState]) -> bool:
-        """Whether all of `sequences` that hold slots wait, and none was refused."""
+    def all_wait(self, requests: Collection[RequestState]) -> bool:
+        """Whether all of `requests` that hold slots wait, and none was refused."""
         if any(one.refused for one in self._waiters):
             return False
-        waiting = {one.sequence for one in self._waiters}
-        return all(sequence.resting or sequence in waiting for sequence in sequences)
+        waiting = {one.request for one in self._waiters}
+        return all(request.resting or request in waiting for request in requests)
 
     def holding(self) -> list[Waiter]:
         """Waiters that pin a match but have not loaded it: they can release it and match again later."""
-        return [one for one in self._waiters if not (one.sequence.loaded or one.sequence.resting)]
+        return [one for one in self._waiters if not (one.request.loaded or one.request.resting)]
 
     def last(self) -> Waiter:
         """The waiter that gives way when all wait for each other: the last that holds slots."""
-        return next((one for one in reversed(self._waiters) if not one.sequence.resting), self._waiters[-1])
+        return next((one for one in reversed(self._waiters) if not one.request.resting), self._waiters[-1])

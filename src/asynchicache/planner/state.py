@@ -75,7 +75,7 @@ class CacheState:
         host_only: an engine owns the device pages, so the tree has none.
         followers: by pool, the pools that share its slots and are copied with it.
         free: by place, the allocator of that component and tier.
-        sequences, tier_copies, pinned, private: all holders of pins or slots outside the tree.
+        requests, tier_copies, pinned, private: all holders of pins or slots outside the tree.
         tracer: receives evictions, if set.
     """
 
@@ -132,7 +132,7 @@ class CacheState:
         self._check_windows()
         self.counters = PlannerCounters(evicted=[0] * len(self.free))
         self.tracer: Tracer | None = None
-        self.sequences: set[RequestState] = set()
+        self.requests: set[RequestState] = set()
         self.tier_copies: list[TierCopy] = []
         self.pinned: list[Pins] = []
         self.private: list[Callable[[], Mapping[SlotPlace, list[int]]]] = []
@@ -322,7 +322,7 @@ class CacheState:
 
     def verify(self) -> list[str]:
         """Describe broken invariants; empty if there are none. Linear in the slots."""
-        leases = [sequence.lease for sequence in self.sequences if not sequence.lease.closed]
+        leases = [request.lease for request in self.requests if not request.lease.closed]
         tier_copies = [*self.tier_copies, *(TierCopy(Tier.HOST, {}, pins) for pins in self.pinned)]
         found = problems(self.tree, leases, tier_copies)
         for place, free in zip(self.tree.places, self.free, strict=True):
@@ -338,17 +338,15 @@ class CacheState:
         owned = [slot for node in self.tree.nodes() for slot in node.slots_at(place)]
         owned += [slot for tier_copy in self.tier_copies for slot in tier_copy.orphans(place)]
         if place == FULL_DEVICE:
-            owned += [slot for sequence in self.sequences for slot in sequence.own_pages()]
+            owned += [slot for request in self.requests for slot in request.own_pages()]
         elif tier_of(place) is Tier.DEVICE:
             component_id = component_of(place)
-            for sequence in self.sequences:
+            for request in self.requests:
                 owned += [
-                    held[component_id]
-                    for held in (sequence.states, sequence.snapshots)
-                    if component_id in held
+                    held[component_id] for held in (request.states, request.snapshots) if component_id in held
                 ]
-                if component_id in sequence.windows:
-                    owned += sequence.windows[component_id].own
+                if component_id in request.windows:
+                    owned += request.windows[component_id].own
         for slots in self.private:
             owned += slots().get(place, [])
         return owned

@@ -25,11 +25,11 @@ class WindowPlanner:
         self._retired: set[RetiredPages] = set()
         state.private.append(self._private)
 
-    def start(self, sequence: RequestState, node: Node) -> None:
+    def start(self, request: RequestState, node: Node) -> None:
         """Start from `node`: the tree owns all window pages until the request adds its own."""
         for component in self._tree.windows:
             first = max(node.end - component.pages, 0)
-            sequence.windows[component.id] = Window(first, self._slots(component, node, first))
+            request.windows[component.id] = Window(first, self._slots(component, node, first))
 
     @staticmethod
     def _slots(component: WindowComponent, node: Node, first: int) -> list[int]:
@@ -39,10 +39,10 @@ class WindowPlanner:
         ]
         return [slot for part in reversed(parts) for slot in part]
 
-    def extend(self, sequence: RequestState, count: int) -> dict[str, list[int]]:
+    def extend(self, request: RequestState, count: int) -> dict[str, list[int]]:
         """Allocate slots for `count` more pages of each window; the caller has made room."""
         given: dict[str, list[int]] = {}
-        for component_id, window in sequence.windows.items():
+        for component_id, window in request.windows.items():
             slots = self._state.free[place_of(component_id, Tier.DEVICE)].allocate(count)
             window.slots += slots
             window.own.update(slots)
@@ -50,34 +50,34 @@ class WindowPlanner:
         return given
 
     @staticmethod
-    def offered(sequence: RequestState, pages: int) -> dict[int, Pages]:
+    def offered(request: RequestState, pages: int) -> dict[int, Pages]:
         """Window pages to offer the tree when publishing `pages` pages, from the first own page on."""
         offers = {}
-        for component_id, window in sequence.windows.items():
+        for component_id, window in request.windows.items():
             end = max(pages - window.first, 0)
             own = next((i for i, slot in enumerate(window.slots[:end]) if slot in window.own), end)
             if own < end:
                 offers[component_id] = Pages(window.first + own, window.slots[own:end])
         return offers
 
-    def handed_over(self, sequence: RequestState, offers: Mapping[int, Pages], result: Inserted) -> None:
+    def handed_over(self, request: RequestState, offers: Mapping[int, Pages], result: Inserted) -> None:
         """Drop ownership of the pages that the tree took."""
         for component_id, offer in offers.items():
             taken = set(offer.slots).difference(result.windows[component_id].values())
-            sequence.windows[component_id].own -= taken
+            request.windows[component_id].own -= taken
             if taken:
                 self._tree.supersede(result.node, component_id)
 
-    def retire(self, sequence: RequestState, length: int) -> RetiredPages | None:
+    def retire(self, request: RequestState, length: int) -> RetiredPages | None:
         """Retire the pages before the window of the last page boundary in `length` computed tokens, or before
         that of a snapshot not yet published. They are kept until `finish`: the forward may be running."""
-        pages = min(length // self._state.page_size, len(sequence.pages))
-        snapshot = sequence.snapshot_tokens // self._state.page_size
-        if sequence.snapshots and snapshot > sequence.borrowed:
+        pages = min(length // self._state.page_size, len(request.pages))
+        snapshot = request.snapshot_tokens // self._state.page_size
+        if request.snapshots and snapshot > request.borrowed:
             pages = min(pages, snapshot)
         retired = RetiredPages()
         for component in self._tree.windows:
-            self._retire(sequence, component, pages - component.pages, retired)
+            self._retire(request, component, pages - component.pages, retired)
         if not retired.pins and not retired.slots:
             return None
         self._state.pinned.append(retired.pins)
@@ -85,9 +85,9 @@ class WindowPlanner:
         return retired
 
     def _retire(
-        self, sequence: RequestState, component: WindowComponent, first: int, retired: RetiredPages
+        self, request: RequestState, component: WindowComponent, first: int, retired: RetiredPages
     ) -> None:
-        window = sequence.windows.get(component.id)
+        window = request.windows.get(component.id)
         if window is None or first <= window.first:
             return
         gone = window.slots[: first - window.first]
@@ -97,7 +97,7 @@ class WindowPlanner:
         window.own -= own
         if own:
             retired.slots[place_of(component.id, Tier.DEVICE)] = sorted(own)
-        self._tree.drop_behind(sequence.lease, component.id, first, retired.pins)
+        self._tree.drop_behind(request.lease, component.id, first, retired.pins)
 
     def finish(self, retired: RetiredPages, error: BaseException | None = None) -> None:
         """Free retired pages that no forward reads; with `error`, the device may still write to them."""

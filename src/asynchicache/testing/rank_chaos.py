@@ -124,8 +124,8 @@ class RankSlots(NamedTuple):
 
 def resumable(request: Request) -> bool:
     """Whether a request's last checkpoint has all that a later prompt needs to go on there."""
-    sequence = request._sequence  # noqa: SLF001 - the harness looks inside
-    return sequence is not None and sequence.resumable
+    state = request._state  # noqa: SLF001 - the harness looks inside
+    return state is not None and state.resumable
 
 
 class RankMirror:

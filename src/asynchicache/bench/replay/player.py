@@ -64,15 +64,15 @@ class Player:
         """Match, load, compute and publish one prompt, whose first `known` blocks occurred before."""
         blocks = request.blocks()
         try:
-            sequence = self._planner.open(self._tokens(request, blocks), b"")
+            state = self._planner.open(self._tokens(request, blocks), b"")
         except CapacityError:
             return self._refused(request, known)
-        self._cache.carry_out(self._planner.count_hit(sequence))
-        self._cache.carry_out(self._planner.loads.load(sequence))
-        served = self._served(request, sequence, blocks, known)
+        self._cache.carry_out(self._planner.count_hit(state))
+        self._cache.carry_out(self._planner.loads.load(state))
+        served = self._served(request, state, blocks, known)
         with suppress(CapacityError):  # without room, the prompt is computed but not cached
-            self._compute(sequence, blocks)
-        self._planner.release(sequence)
+            self._compute(state, blocks)
+        self._planner.release(state)
         return served
 
     def _tokens(self, request: TraceRequest, blocks: Ids) -> array[int]:
@@ -85,28 +85,28 @@ class Player:
 
     # Computing
 
-    def _compute(self, sequence: RequestState, blocks: Ids) -> None:
+    def _compute(self, state: RequestState, blocks: Ids) -> None:
         """Publish the prompt, with states where the planner wants them."""
         planner = self._planner
-        for stop in self._stops(sequence, len(blocks)):
-            end = stop if planner.state.tree.windows else len(sequence.tokens)
-            planner.extend(sequence, max(end - sequence.reserved, 0))
+        for stop in self._stops(state, len(blocks)):
+            end = stop if planner.state.tree.windows else len(state.tokens)
+            planner.extend(state, max(end - state.reserved, 0))
             self._cache.carry_out(planner.backups.clean())
-            self._cache.carry_out(planner.publish(sequence, stop))
-            self._cache.advance(sequence, stop)
-            if sequence.borrowed and planner.state.tree.restorable(sequence.lease.node):
-                self._was_resumable[blocks[sequence.borrowed - 1]] = 1
+            self._cache.carry_out(planner.publish(state, stop))
+            self._cache.advance(state, stop)
+            if state.borrowed and planner.state.tree.restorable(state.lease.node):
+                self._was_resumable[blocks[state.borrowed - 1]] = 1
 
-    def _stops(self, sequence: RequestState, whole: int) -> list[int]:
+    def _stops(self, state: RequestState, whole: int) -> list[int]:
         """Ends of forwards: positions where states are wanted; otherwise one id after a block, where no state
         is kept."""
-        cuts = self._planner.cuts(sequence)
-        chunks = range(sequence.hit_pages + self._chunk, whole, self._chunk)
+        cuts = self._planner.cuts(state)
+        chunks = range(state.hit_pages + self._chunk, whole, self._chunk)
         stops = {IDS_A_BLOCK * blocks + 1 for blocks in chunks}
         if IDS_A_BLOCK * whole not in cuts:
             stops.add(IDS_A_BLOCK * whole + 1)
-        if len(sequence.tokens) % IDS_A_BLOCK == 0:
-            sequence.tokens.append(0)  # the first token generated
+        if len(state.tokens) % IDS_A_BLOCK == 0:
+            state.tokens.append(0)  # the first token generated
         return sorted(stops.union(cuts))
 
     def _chunk_blocks(self) -> int:
@@ -120,14 +120,12 @@ class Player:
 
     # Counting
 
-    def _served(
-        self, request: TraceRequest, sequence: RequestState, blocks: Ids, known: int
-    ) -> ReplayedRequest:
+    def _served(self, request: TraceRequest, state: RequestState, blocks: Ids, known: int) -> ReplayedRequest:
         misses = self._unknown(request, known)
-        for miss, lost in self._held_back(sequence, blocks, known):
+        for miss, lost in self._held_back(state, blocks, known):
             misses[miss] = lost * self._block_size
-        hit = sequence.hit_pages * self._block_size
-        return ReplayedRequest(request.tokens, hit, sequence.tier, self._planner.reason(sequence), misses)
+        hit = state.hit_pages * self._block_size
+        return ReplayedRequest(request.tokens, hit, state.tier, self._planner.reason(state), misses)
 
     def _refused(self, request: TraceRequest, known: int) -> ReplayedRequest:
         """The result for a prompt that does not fit on the device: computed, but not cached."""
@@ -143,17 +141,17 @@ class Player:
             self._miss(FULL, "cold"): (whole - known) * self._block_size,
         }
 
-    def _held_back(self, sequence: RequestState, blocks: Ids, known: int) -> Iterator[tuple[Miss, int]]:
+    def _held_back(self, state: RequestState, blocks: Ids, known: int) -> Iterator[tuple[Miss, int]]:
         """Known blocks that were not served, by the pool that missed them."""
-        hit, matched, reach = sequence.hit_pages, sequence.matched_pages, sequence.match.full_pages
+        hit, matched, reach = state.hit_pages, state.matched_pages, state.match.full_pages
         yield self._miss(FULL, "evicted"), known - reach
         if matched > hit:
             yield self._miss(FULL, "device_capacity"), matched - hit
-        if sequence.held_back is not None:
+        if state.held_back is not None:
             lengths = range(reach, matched, -1)
             last = next((end for end in lengths if self._was_resumable[blocks[end - 1]]), matched)
-            yield self._miss(sequence.held_back.component_id, "evicted"), last - matched
-            yield self._miss(sequence.held_back.component_id, "not_kept"), reach - last
+            yield self._miss(state.held_back.component_id, "evicted"), last - matched
+            yield self._miss(state.held_back.component_id, "not_kept"), reach - last
 
     def _miss(self, component_id: int, reason: str) -> Miss:
         return Miss(self._planner.state.names[component_id], reason)

@@ -111,7 +111,7 @@ class CacheInternals:
     def _holders(self) -> list[tuple[str, Sequence[object]]]:
         books = self.state
         return [
-            ("requests", list(books.sequences)),
+            ("requests", list(books.requests)),
             ("copies in flight", books.tier_copies),
             ("lists of pins", books.pinned),
         ]
