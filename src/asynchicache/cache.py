@@ -16,20 +16,19 @@ from typing import Protocol, Self
 import msgspec
 import torch
 
-from asynchicache.config import CacheConfig, open_backend
+from asynchicache.config import CacheConfig
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.controller.event_hub import EventSubscription
 from asynchicache.controller.executor import Executor
 from asynchicache.controller.recorder import TraceRecorder
 from asynchicache.controller.request import Hit, Request
 from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
-from asynchicache.controller.storage_pools import AttachedStorage, StoragePools
+from asynchicache.controller.storage_pools import StoragePools
 from asynchicache.controller.tasks import OwnedTasks, shielded
 from asynchicache.errors import ClosedError, ConfigError, InvalidTokensError, UsageError
 from asynchicache.events import PagesStored
-from asynchicache.hashing import pool_fingerprint
-from asynchicache.layouts import SlotLayout
 from asynchicache.openings import Opening, caller
+from asynchicache.parts import attach_storage, free_memory, open_device
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.planner.planner import Planner
@@ -37,17 +36,12 @@ from asynchicache.pools.balance import advise_split, find_undersized_pools
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.engine import EngineMemory
 from asynchicache.pools.host import HostPool
-from asynchicache.pools.memory import memory_budget
 from asynchicache.pools.shared import share
 from asynchicache.pools.sizing import FreeMemory, plan_host_slots, plan_slots
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import ModelSpec
-from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.streams.base import Device, Stream
-from asynchicache.streams.cuda import CudaDevice
-from asynchicache.streams.drivers import InlineDriver, ThreadDriver
-from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.tracing import Tracer
 from asynchicache.transfer.copies import PoolMemory
@@ -726,83 +720,6 @@ def _planner(
         engine_pages=pages,
         page_keys=config.page_keys,
     )
-
-
-def open_device(config: CacheConfig) -> Device:
-    """Open the device that a configuration names.
-
-    Raises:
-        ConfigError: the kind of device is unknown.
-        DeviceError: the device does not exist.
-    """
-    try:
-        kind = torch.device(config.device)
-    except RuntimeError as error:
-        raise ConfigError(f"device {config.device!r} must be cpu, cuda or cuda:N") from error
-    if kind.type == "cpu" and not kind.index:
-        return EmulatedDevice(InlineDriver() if config.inline else ThreadDriver())
-    if kind.type == "cuda":
-        return CudaDevice(kind.index or 0)
-    raise ConfigError(f"device {config.device!r} must be cpu, cuda or cuda:N")
-
-
-def free_memory(device: Device) -> FreeMemory:
-    """Free memory of a device and of its host."""
-    host = memory_budget().available
-    if device.name == "cpu":
-        return FreeMemory(host, host, shared=True)
-    return FreeMemory(torch.cuda.mem_get_info(device.name)[0], host, shared=False)
-
-
-async def attach_storage(
-    spec: ModelSpec,
-    config: CacheConfig,
-    hosts: Mapping[str, HostPool],
-    storage: StorageBackend | None,
-    port: Port,
-) -> AttachedStorage:
-    """Open the configured storage, or use the given one, which the caller closes; with all pools that have
-    host slots."""
-    config.check_storage()
-    bindings = [
-        SlotBinding(host, *_identity(spec, name, config), depends_on=spec.depends_on(name))
-        for name, host in hosts.items()
-        if host.slots
-    ]
-    others = [pool.name for pool in spec.pools if not pool.writes or (pool.replicated and config.rank)]
-    owned = storage is None
-    if storage is None:  # last, so that no earlier failure leaves it open
-        storage = open_backend(config.storage or "", config.storage_options, port)
-    return await AttachedStorage.open(
-        storage, bindings, port, config.storage_limits, owned=owned, read_only=others
-    )
-
-
-def _identity(spec: ModelSpec, name: str, config: CacheConfig) -> tuple[bytes, str]:
-    """Fingerprint and shard of a pool's pages; a replicated pool has one copy for all ranks.
-
-    Raises:
-        ConfigError: the spec is that of a rank, and the options name a rank too.
-    """
-    pool = spec.pool(name)
-    if config.ranks > 1 and (pool.shard or not pool.writes):
-        raise ConfigError(
-            f"rank {config.rank} of {config.ranks}: pool {name!r} is {pool.shard or 'a copy'} of the model "
-            "already (ModelSpec.shard), so the options rank and ranks say nothing more: leave them out"
-        )
-    shard = "" if pool.replicated or config.ranks == 1 else f"{config.rank}/{config.ranks}"
-    sharding = "replicated" if pool.replicated else "shards" if pool.shard else f"{config.ranks} ranks"
-    fingerprint = pool_fingerprint(
-        model=spec.model,
-        weight_version=config.weight_version or "",
-        identity=spec.identity,
-        pool=name,
-        layout=SlotLayout.of(pool, spec.page_size, config.host_layout).signature(),
-        page_size=spec.page_size,
-        sharding=sharding,
-        salt=config.salt,
-    )
-    return fingerprint, pool.shard or shard
 
 
 __all__ = ["CacheStatistics", "Hit", "HybridCache", "Occupancy", "Request"]

@@ -242,7 +242,7 @@ def fingerprint_without_weight_version(patch: Patch) -> None:
     def same(**parts: Any) -> bytes:
         return pool_fingerprint(**parts | {"weight_version": ""})
 
-    patch.setattr("asynchicache.cache.pool_fingerprint", same)
+    patch.setattr("asynchicache.parts.pool_fingerprint", same)
 
 
 @bug
@@ -250,7 +250,7 @@ def salt_ignored(patch: Patch) -> None:
     def same(**parts: Any) -> bytes:
         return pool_fingerprint(**parts | {"salt": ""})
 
-    patch.setattr("asynchicache.cache.pool_fingerprint", same)
+    patch.setattr("asynchicache.parts.pool_fingerprint", same)
 
 
 @bug

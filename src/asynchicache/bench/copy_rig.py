@@ -12,9 +12,9 @@ from types import MappingProxyType
 import torch
 
 from asynchicache.bench.cores import OwnCores, single_threaded
-from asynchicache.cache import open_device
 from asynchicache.config import CacheConfig
 from asynchicache.layouts import HostLayout
+from asynchicache.parts import open_device
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.pools.slabs import Pinner

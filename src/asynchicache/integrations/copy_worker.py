@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import Self
 
-from asynchicache.cache import open_device
 from asynchicache.config import CacheConfig
 from asynchicache.controller.tasks import shielded
 from asynchicache.errors import CacheError, ConfigError
 from asynchicache.openings import Opening, caller
+from asynchicache.parts import open_device
 from asynchicache.pools.engine import EngineMemory
 from asynchicache.pools.host import HostPool
 from asynchicache.pools.shared import HostHandle, attach_pool

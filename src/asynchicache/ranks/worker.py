@@ -10,11 +10,11 @@ from functools import partial
 
 import torch
 
-from asynchicache.cache import attach_storage, free_memory, open_device
 from asynchicache.config import CacheConfig
 from asynchicache.controller.storage_pools import StoragePools
 from asynchicache.controller.tasks import OwnedTasks, shielded
 from asynchicache.errors import CacheError, RankError, RankLostError, UsageError
+from asynchicache.parts import attach_storage, free_memory, open_device
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import grow_pool
 from asynchicache.pools.sizing import plan_slots
