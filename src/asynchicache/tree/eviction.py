@@ -135,7 +135,8 @@ def _evict_full(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: in
             _vacate(tree, node, other, freed)
     freed.slots.setdefault(place, []).extend(tree.vacate(node, place))
     if remove_if_dead(tree, node):
-        tree.policy.lost(node.end - node.pages, node.head, node.end)
+        if not node.tail:  # part of a page: a ghost of it would be taken for a page that was asked for
+            tree.policy.lost(node.end - node.pages, node.head, node.end)
         freed.lost += node.pages
     else:
         freed.demoted += node.pages

@@ -81,6 +81,8 @@ class Node:
         holders: the pin lists that name a window of this node, one entry per pin; a split adds the new
             half to them. Other places need none: a pin on the end of a path covers both halves.
         queued: bit by eviction queue, has an entry in its heap.
+        tail: tokens of a node that ends inside its only page (`tree.tails`); 0: all of its pages are whole.
+        tails: how many children are such nodes; `heads`: sorted heads of all children, if there may be any.
         serial: number of the node.
     """
 
@@ -91,6 +93,7 @@ class Node:
         "dropped",
         "end",
         "head",
+        "heads",
         "hits",
         "holders",
         "host_children",
@@ -106,6 +109,8 @@ class Node:
         "slots",
         "stored",
         "superseded",
+        "tail",
+        "tails",
         "worth",
     )
 
@@ -131,6 +136,9 @@ class Node:
         self.pending: list[Pending] | None = None
         self.queued = 0
         self.hits = 0
+        self.tail = 0
+        self.tails = 0
+        self.heads: list[bytes] | None = None
         self.serial = 0
 
     def slots_at(self, place: SlotPlace) -> list[int]:

@@ -17,6 +17,7 @@ divides slots, pins, copies in flight and digests in one step, and can be checke
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -159,6 +160,7 @@ class UnifiedRadixTree:
         places: every place of a node, in the order of its lists.
         page_places: those with a slot for each page.
         queues: by place, the nodes that may give up slots there.
+        tails: whether paths may end inside a page.
         roots: by namespace seed, for as long as something stands on them.
         retired: roots of an earlier generation, which no match begins from, until nothing stands on them.
         generation: counts how often all roots were retired.
@@ -176,6 +178,7 @@ class UnifiedRadixTree:
         capacity: int = 0,
         host_only: bool = False,
         costs: Sequence[float] = (),
+        tails: bool = False,
     ) -> None:
         """
         Args:
@@ -187,7 +190,9 @@ class UnifiedRadixTree:
             host_only: nothing is ever on the device. Pages that are being copied to the host are then nowhere
                 else, so a match ends before them.
             costs: by component, the bytes of a slot, or anything in proportion; all alike if empty.
+            tails: a path may end inside a page, see `tree.tails`; not with windows, nor with `host_only`.
         """
+        self.tails = tails
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
         self.host_only = host_only
@@ -275,7 +280,15 @@ class UnifiedRadixTree:
         node = Node(parent, key, head, len(key) // self.page_bytes, self.width)
         self._number(node)
         parent.children[head] = node
+        if self.tails:
+            self._note_head(parent, head)
         return node
+
+    @staticmethod
+    def _note_head(parent: Node, head: bytes) -> None:
+        if parent.heads is None:
+            parent.heads = []
+        insort(parent.heads, head)
 
     def split(self, node: Node, pages: int) -> Node:
         """Cut `node` after `pages` pages; returns the new first half, `node` stays the second.
@@ -297,6 +310,8 @@ class UnifiedRadixTree:
         node.parent = upper
         node.pages -= pages
         upper.children[node.head] = node
+        if self.tails:
+            self._note_head(upper, node.head)
         if node.digests is not None:
             upper.digests, node.digests = node.digests[:pages], node.digests[pages:]
         self._divide(upper, node)
@@ -365,6 +380,9 @@ class UnifiedRadixTree:
         """Remove a node without slots or children."""
         parent = _parent(node)
         del parent.children[node.head]
+        if parent.heads is not None:
+            del parent.heads[bisect_left(parent.heads, node.head)]
+            parent.tails -= bool(node.tail)
         self.version += 1
         for queue in self.queues:
             queue.discard(node)
@@ -406,20 +424,20 @@ class UnifiedRadixTree:
         self.refresh(node, place)
         if place > FULL_HOST and self._has_states:
             self._revalue(node)
-        if self.watcher is not None and residency == RESIDENT:
+        if self.watcher is not None and residency == RESIDENT and not node.tail:
             self.watcher.on_arrive(node, place)
 
     def settle(self, node: Node, place: SlotPlace) -> None:
         """Mark a place as resident: its bytes have arrived."""
         node.residency[place] = RESIDENT
         self.refresh(node, place)
-        if self.watcher is not None:
+        if self.watcher is not None and not node.tail:
             self.watcher.on_arrive(node, place)
 
     def vacate(self, node: Node, place: SlotPlace) -> list[int]:
         """Empty a place of a node and return its slots; the caller owns them now."""
         slots = node.slots_at(place)
-        if self.watcher is not None and node.residency[place] == RESIDENT:
+        if self.watcher is not None and node.residency[place] == RESIDENT and not node.tail:
             self.watcher.on_evict(node, place, node.pages)
         self.version += 1
         node.slots[place] = None
@@ -524,7 +542,7 @@ class UnifiedRadixTree:
         node.worth[component_id] = self.clock
         node.superseded &= ~(1 << component_id)
 
-    def _touch_pages(self, node: Node, credit: float) -> None:
+    def touch_pages(self, node: Node, credit: float) -> None:
         self.clock += 1
         worth = self.policy.worth(node, self.clock, credit)
         if worth > node.worth[0]:
@@ -735,7 +753,7 @@ class UnifiedRadixTree:
         if match.inside and match.partial is not None:
             partial = match.partial
             node = partial if match.inside == partial.pages else self.split(partial, match.inside)
-        self._touch_pages(node, credit)
+        self.touch_pages(node, credit)
         self.uses += 1
         for component in self.components:
             self.use(component, node)
@@ -845,7 +863,7 @@ class UnifiedRadixTree:
         """A request published the path to `node`; `fresh`: it computed pages that the tree had not."""
         if fresh:
             self.policy.published(node, self.clock)
-        self._touch_pages(node, credit)
+        self.touch_pages(node, credit)
 
     def _keep_taken(
         self, lease: PathLease, component_id: int, first: int, refused: Mapping[int, int]
@@ -872,7 +890,7 @@ class UnifiedRadixTree:
         if node.residency[FULL_HOST] == ABSENT:
             raise InternalError(f"host pages inserted behind {node!r}, which is not on the host")
         result = self._walk_in(node, tokens, slots, FULL_HOST)
-        self._touch_pages(result.node, 0.0)
+        self.touch_pages(result.node, 0.0)
         return result
 
     def _walk_in(self, node: Node, tokens: array[int], slots: Sequence[int], place: SlotPlace) -> Inserted:
@@ -951,12 +969,12 @@ class UnifiedRadixTree:
         above = node.parent
         for part in component.needs(node):
             above = part.parent
-        while above is not None and above.parent is not None and len(above.children) == 1:
-            if self._age(above, component_id):
+        while above is not None and above.parent is not None and len(above.children) - above.tails <= 1:
+            if self.age(above, component_id):
                 return
             above = above.parent
 
-    def _age(self, node: Node, component_id: int) -> bool:
+    def age(self, node: Node, component_id: int) -> bool:
         """Count a node's state little, or its window nothing.
 
         Returns:

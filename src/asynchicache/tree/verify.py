@@ -9,6 +9,7 @@ from asynchicache.hashing import page_digests
 from asynchicache.tree.copies import TierCopy
 from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, RESIDENT, Node, place_of, tier_of
 from asynchicache.tree.radix_tree import PathLease, UnifiedRadixTree
+from asynchicache.tree.tails import padded
 
 
 def problems(
@@ -48,6 +49,7 @@ def _node(tree: UnifiedRadixTree, node: Node) -> Iterator[str]:
         yield f"{node!r} does not follow its parent, which ends at {parent.end}"
     yield from _residency(tree, node, parent)
     yield from _children(node)
+    yield from _tails(tree, node)
     yield from _digests(tree, node, parent)
 
 
@@ -78,6 +80,15 @@ def _children(node: Node) -> Iterator[str]:
         there = sum(child.residency[place] != ABSENT for child in node.children.values())
         if there != counted:
             yield f"{node!r} counts {counted} children in {tier_of(place).name}, has {there}"
+
+
+def _tails(tree: UnifiedRadixTree, node: Node) -> Iterator[str]:
+    if node.tail and (node.children or node.pages != 1 or node.key != padded(node.key, node.tail, tree)):
+        yield f"{node!r} is a tail of {node.tail} tokens with children or another key"
+    if tree.tails and (node.heads or []) != sorted(node.children):
+        yield f"{node!r} does not know the heads of its children"
+    if node.tails != sum(child.tail > 0 for child in node.children.values()):
+        yield f"{node!r} counts {node.tails} tails"
 
 
 def _digests(tree: UnifiedRadixTree, node: Node, parent: Node) -> Iterator[str]:

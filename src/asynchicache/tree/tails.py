@@ -1,0 +1,177 @@
+"""Prefixes that end inside a page.
+
+A tail is a leaf with one slot, of whose page only the first tokens count. Its key is those tokens, filled up
+with a word that is no token id. So it is a page of its own: no walk along a sequence runs into it, it never
+counts as a whole page, and copies, pins and eviction treat it as any other leaf. Tails are not stored: a
+digest is asked for by whole pages.
+
+A request that resumes inside a page copies the page and writes behind the copied tokens; what the rest of
+the copy holds is never read. So the page may as well be a whole one of a sequence that goes on differently.
+With states, the sequence must end where the state was kept: only a whole tail will do.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from typing import NamedTuple
+
+from asynchicache.tree.node import (
+    ABSENT,
+    FULL,
+    FULL_DEVICE,
+    FULL_HOST,
+    LOADING,
+    RESIDENT,
+    Node,
+    Pins,
+    SlotPlace,
+    place_of,
+)
+from asynchicache.tree.radix_tree import Match, UnifiedRadixTree
+from asynchicache.types import TOKEN_BYTES, Tier
+
+_NO_TOKEN = (-1).to_bytes(TOKEN_BYTES, "little", signed=True)
+"""Token ids are 0 at least (`types.token_array`)."""
+
+
+class Tail(NamedTuple):
+    """The end of a prefix, behind its whole pages.
+
+    Attributes:
+        node: the child of the prefix's last node whose first page begins with it.
+        tokens: how many tokens, less than a page.
+    """
+
+    node: Node
+    tokens: int
+
+
+def padded(tokens: bytes, count: int, tree: UnifiedRadixTree) -> bytes:
+    """The key of a tail that consists of the first `count` tokens given."""
+    length = count * TOKEN_BYTES
+    return tokens[:length] + _NO_TOKEN * ((tree.page_bytes - length) // TOKEN_BYTES)
+
+
+def find(tree: UnifiedRadixTree, node: Node, tokens: array[int], limit: int) -> Tail | None:
+    """The longest end of a prefix of `tokens` behind `node`, whose pages they begin with.
+
+    Logarithmic in the children of `node`.
+
+    Args:
+        tree: the tree.
+        node: where the whole pages end.
+        tokens: the sequence.
+        limit: the most tokens of the prefix.
+    """
+    start = node.end * tree.page_bytes
+    end = min(start + tree.page_bytes - TOKEN_BYTES, limit * TOKEN_BYTES)
+    if node.heads is None or end <= start:
+        return None
+    rest = memoryview(tokens).cast("B")[start:end].tobytes()
+    # Of sorted strings, those next to a given one have the longest common prefix with it.
+    at = bisect_left(node.heads, rest)
+    near = [(_common(head, rest), head) for head in node.heads[max(at - 1, 0) : at + 1]]
+    count, head = max(near, default=(0, b""))
+    if tree.components:
+        return _exact(tree, node, rest, count)
+    return Tail(node.children[head], count) if count else None
+
+
+def _exact(tree: UnifiedRadixTree, node: Node, rest: bytes, most: int) -> Tail | None:
+    """The longest tail that begins `rest` and that every pool lets a prefix end at."""
+    for count in range(most, 0, -1) if node.tails else ():
+        child = node.children.get(padded(rest, count, tree))
+        if child is not None and tree.restorable(child):
+            return Tail(child, count)
+    return None
+
+
+def _common(head: bytes, rest: bytes) -> int:
+    """The tokens that both begin with."""
+    length = min(len(head), len(rest))
+    differ = int.from_bytes(head[:length], "little") ^ int.from_bytes(rest[:length], "little")
+    bits = (differ & -differ).bit_length() - 1 if differ else 8 * length
+    return bits // (8 * TOKEN_BYTES)
+
+
+def reach(tree: UnifiedRadixTree, match: Match, tokens: array[int], limit: int) -> Match:
+    """The match, or one that ends further, before a tail: there may be a state where no whole page ends.
+
+    Without states any end will do, so the match is the longest.
+    """
+    if not (tree.tails and tree.components):
+        return match
+    path = [match.node]
+    while (child := tree.child(path[-1], tokens)) is not None and child.end <= match.full_pages:
+        path.append(child)
+    for node in reversed(path[1:]):
+        if find(tree, node, tokens, limit) is not None:
+            return Match(node, 0, node.end, match.full_pages, None, match.version)
+    return match
+
+
+def add(tree: UnifiedRadixTree, node: Node, tokens: array[int], slot: int, *, arriving: bool) -> Node:
+    """Add the rest of `tokens` behind `node`, less than a page, as a tail that the tree has not.
+
+    Args:
+        tree: the tree.
+        node: where the whole pages of the tokens end, on the device.
+        tokens: the sequence, up to its end.
+        slot: device slot of the page; it is the tree's from now on.
+        arriving: it is still being copied; `copies.finish` will settle it.
+    """
+    rest = memoryview(tokens).cast("B")[node.end * tree.page_bytes :].tobytes()
+    count = len(rest) // TOKEN_BYTES
+    tail = tree.grow(node, padded(rest, count, tree))
+    tail.tail = count
+    node.tails += 1
+    tree.occupy(tail, FULL_DEVICE, [slot], LOADING if arriving else RESIDENT)
+    return tail
+
+
+def get(tree: UnifiedRadixTree, node: Node, tokens: array[int]) -> Node | None:
+    """The tail behind `node` that is exactly the rest of `tokens`."""
+    rest = memoryview(tokens).cast("B")[node.end * tree.page_bytes :].tobytes()
+    return node.children.get(padded(rest, len(rest) // TOKEN_BYTES, tree))
+
+
+def place(node: Node) -> SlotPlace:
+    """Where a page is copied from: the device, if it is there or on its way."""
+    return FULL_DEVICE if node.residency[FULL_DEVICE] != ABSENT else FULL_HOST
+
+
+def pins(tree: UnifiedRadixTree, tail: Tail) -> Pins:
+    """What keeps a tail: its page and its states, where they are nearest."""
+    found = [(tail.node, place(tail.node))]
+    for component in tree.components:
+        tier = component.nearest(tail.node)
+        if tier is not None:
+            found += [(tail.node, place_of(component.id, tier)), (tail.node, place_of(FULL, tier))]
+    return found
+
+
+def use(tree: UnifiedRadixTree, tail: Tail, credit: float) -> None:
+    """Mark a tail as used now; a whole page is used only if its own sequence is."""
+    if tail.node.tail:
+        tree.touch_pages(tail.node, credit)
+        for component in tree.components:
+            tree.use(component, tail.node)
+
+
+def supersede(tree: UnifiedRadixTree, node: Node) -> None:
+    """Count a tail little: what was published begins with all of it, or is its sequence continued."""
+    if node.parent is None or not node.tail:
+        return
+    for component in tree.components:
+        tree.age(node, component.id)
+    if not tree.components:
+        node.worth[FULL] = 0
+        for slots in (FULL_DEVICE, FULL_HOST):
+            tree.queues[slots].hurry(node)
+
+
+def tier(tree: UnifiedRadixTree, tail: Tail) -> Tier:
+    """The farthest tier that anything of a tail comes from."""
+    page = Tier.DEVICE if place(tail.node) == FULL_DEVICE else Tier.HOST
+    return max([page, *(component.tier(tail.node) or Tier.DEVICE for component in tree.components)])
