@@ -89,6 +89,10 @@ class OtherRanks(Protocol):
         """Wait until every rank is ready; `on_failure` is called when one is lost."""
         ...
 
+    async def update_weights(self, version: str) -> None:
+        """Use storage under another weight version on all ranks."""
+        ...
+
 
 class RequestTracer(Tracer, Protocol):
     """A tracer that also makes the requests, so that it can put their calls under a span."""
@@ -423,7 +427,8 @@ class HybridCache:
 
         Raises:
             ConfigError: `version` is not a name.
-            StorageError: storage could not be opened again; the cache goes on without.
+            StorageError: storage could not be opened again, on this rank or another one; the cache goes on
+                without.
             ClosedError: the cache is closed.
         """
         if not isinstance(version, str) or not version:
@@ -445,6 +450,8 @@ class HybridCache:
             controller.storage_writer.forget_uses()
             controller.planner.retire()  # also what was published or read meanwhile
             self.config = msgspec.structs.replace(self.config, weight_version=version)
+            if self._parts.group is not None:
+                await self._parts.group.update_weights(version)
             if had:
                 await self._attach(self._storage_config(), self._given)
 
@@ -579,6 +586,7 @@ class CacheParts:
     stored: StoragePools
     port: Port
     controller: HybridCacheController
+    group: OtherRanks | None = None
 
 
 async def _open_parts(
@@ -640,7 +648,7 @@ async def _open_parts(
         tasks.spawn(growth)
     if group is not None:
         await group.start(executor.fail)
-    return CacheParts(device, memories, hosts, transfers, stored, port, controller)
+    return CacheParts(device, memories, hosts, transfers, stored, port, controller, group)
 
 
 def _controller(

@@ -29,6 +29,7 @@ from asynchicache.ranks.messages import (
     CopyEntry,
     EndAnswer,
     Entry,
+    EpochEntry,
     ExistsEntry,
     FailureAnswer,
     HeartbeatAnswer,
@@ -90,6 +91,10 @@ class AppliedStep:
             await ticket
 
 
+async def _no_storage(weight_version: str) -> None:
+    """There is nothing to open again."""
+
+
 class RankFollower:
     """Carries out the log. Confined to one event loop.
 
@@ -99,6 +104,7 @@ class RankFollower:
         wake: called when there are bytes to `take`.
         spawn: runs a coroutine as a task.
         on_failure: called once with `failure`.
+        update_weights: opens storage again under another weight version.
     """
 
     def __init__(
@@ -124,6 +130,7 @@ class RankFollower:
         self.wake: Callable[[], object] = lambda: None
         self.spawn: Callable[[Coroutine[object, object, None]], object] = asyncio.ensure_future
         self.on_failure: Callable[[RankError], object] = lambda error: None
+        self.update_weights: Callable[[str], Coroutine[object, object, None]] = _no_storage
         self._device = device
         self._copies = copies
         self._pools = frozenset(pools)
@@ -291,6 +298,16 @@ class RankFollower:
                     await self._storage.touch_pool(page.pool, unpack_digests(page.digests))
             case ClearEntry():
                 await self._clear(entry.operation)
+            case EpochEntry():
+                await self._begin_epoch(entry)
+
+    async def _begin_epoch(self, entry: EpochEntry) -> None:
+        try:
+            await self.update_weights(entry.weight_version)
+        except CacheError as error:
+            self._answer(EndAnswer(entry.operation, str(error) or type(error).__name__))
+        else:
+            self._answer(EndAnswer(entry.operation))
 
     async def _clear(self, operation: int) -> None:
         try:
@@ -312,4 +329,7 @@ class RankFollower:
         digests = unpack_digests(pages.digests)
         if pages.pool not in self._pools:  # of another pipeline stage: nothing to do is done
             return BatchResult([Outcome.EXISTS if put else Outcome.HIT] * len(digests))
-        return await self._storage.move(pages.pool, digests, unpack_slots(pages.slots), put=put)
+        slots = unpack_slots(pages.slots)
+        if not put and self._copies.audit is not None:
+            self._copies.audit.forget(pages.pool, slots)
+        return await self._storage.move(pages.pool, digests, slots, put=put)

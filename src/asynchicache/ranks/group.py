@@ -122,6 +122,8 @@ class GroupStorage(StoragePools):
         self._seconds = seconds
 
     async def exists_in_all(self, names: Iterable[str], digests: Sequence[bytes], fresh: bool) -> Presence:
+        if not self:  # detached, as while the weights change: what followers have now is of no use
+            return await super().exists_in_all(names, digests, fresh)
         names = list(names)
         asking = self._leader.exists(names, b"".join(digests), self._seconds, fresh=fresh)
         here, answers = await asyncio.gather(super().exists_in_all(names, digests, fresh), asking)
@@ -136,11 +138,15 @@ class GroupStorage(StoragePools):
         return Presence(flags, reason)
 
     async def put(self, work: StorageWrite) -> list[BatchResult]:
+        if not self:
+            return await super().put(work)
         pages = [_pages(pool, digests, slots) for pool, (digests, slots) in work.pages.items()]
         here, answers = await asyncio.gather(super().put(work), self._leader.write(pages, self._seconds))
         return [self._merged(batch, index, answers) for index, batch in enumerate(here)]
 
     async def get(self, read: StorageRead) -> tuple[Outcomes, list[BatchResult]]:
+        if not self:
+            return await super().get(read)
         pools = [(component_id, name) for component_id in read.slots for name in self._sharing(component_id)]
         pages = [_pages(name, read.digests(one), read.slots[one]) for one, name in pools]
         (outcomes, late), answers = await asyncio.gather(

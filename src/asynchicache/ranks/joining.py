@@ -12,13 +12,13 @@ from functools import partial
 from asynchicache.config import CacheConfig
 from asynchicache.controller.storage_pools import StoragePools
 from asynchicache.controller.tasks import OwnedTasks
-from asynchicache.errors import RankError, RankLostError, RankProtocolError, UsageError
+from asynchicache.errors import RankError, RankLostError, RankProtocolError, StorageError, UsageError
 from asynchicache.ranks.frames import FrameReader, FrameWriter
 from asynchicache.ranks.group import GroupStorage, GroupTransfers
 from asynchicache.ranks.handshake import Members, build_of
 from asynchicache.ranks.leader import RankLeader
 from asynchicache.ranks.links import Address, Link, listen
-from asynchicache.ranks.messages import Handshake, Hello, Ready, Refused, Welcome
+from asynchicache.ranks.messages import EndAnswer, Handshake, Hello, Ready, Refused, Welcome
 from asynchicache.ranks.options import RankLimits
 from asynchicache.specs import ModelSpec
 from asynchicache.transfer.transfers import Transfers
@@ -241,6 +241,21 @@ class RankGroup:
             leader.feed(rank, hand.rest())
             self._tasks.spawn(self._listen_to(rank, hand.link))
         self._tasks.spawn(self._beat())
+
+    async def update_weights(self, version: str) -> None:
+        """Go on under other weights on every follower; `HybridCache.update_weights` calls it.
+
+        Raises:
+            StorageError: followers could not open their storage again; they go on without. Names them.
+        """
+        answers = await self.leader.begin_epoch(version, self.limits.storage_seconds)
+        failed = [
+            f"rank {rank}: {answer.error}"
+            for rank, (answer, _) in sorted(answers.items())
+            if isinstance(answer, EndAnswer) and answer.error
+        ]
+        if failed:
+            raise StorageError("storage could not be opened again: " + "; ".join(failed))
 
     # Running
 

@@ -26,6 +26,7 @@ from asynchicache.ranks.messages import (
     CopyEntry,
     EndAnswer,
     Entry,
+    EpochEntry,
     ExistsEntry,
     FailureAnswer,
     HeartbeatAnswer,
@@ -222,6 +223,10 @@ class RankLeader:
 
     async def clear(self, seconds: float) -> Answers:
         return await self._ask(ClearEntry, seconds)
+
+    async def begin_epoch(self, weight_version: str, seconds: float) -> Answers:
+        """Go on under other weights on every follower."""
+        return await self._ask(lambda number: EpochEntry(number, weight_version), seconds)
 
     def touch(self, pages: Sequence[PoolPages]) -> None:
         if self.failure is None:

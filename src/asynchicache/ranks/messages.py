@@ -16,7 +16,7 @@ from asynchicache.errors import RankProtocolError
 from asynchicache.hashing import DIGEST_BYTES
 from asynchicache.types import Direction, MissReason, Outcome
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of these messages. Both sides of a connection must have the same one."""
 
 OUTCOMES = tuple(Outcome)
@@ -140,6 +140,13 @@ class ClearEntry(msgspec.Struct, frozen=True, tag="clear", array_like=True):
     operation: int
 
 
+class EpochEntry(msgspec.Struct, frozen=True, tag="epoch", array_like=True):
+    """The weights have changed: storage is used under `weight_version` from here on."""
+
+    operation: int
+    weight_version: str
+
+
 class CloseEntry(msgspec.Struct, frozen=True, tag="close", array_like=True):
     """The leader closes; nothing follows."""
 
@@ -156,6 +163,7 @@ Entry: TypeAlias = (
     | ExistsEntry
     | TouchEntry
     | ClearEntry
+    | EpochEntry
     | CloseEntry
     | HeartbeatEntry
 )

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 
+import msgspec
 import torch
 
 from asynchicache.config import CacheConfig
@@ -16,7 +17,7 @@ from asynchicache.controller.tasks import OwnedTasks, shielded
 from asynchicache.errors import CacheError, RankError, RankLostError, UsageError
 from asynchicache.parts import attach_storage, free_memory, open_device
 from asynchicache.pools.device import DevicePool
-from asynchicache.pools.host import grow_pool
+from asynchicache.pools.host import HostPool, grow_pool
 from asynchicache.pools.sizing import plan_slots
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.ranks.follower import AppliedStep, RankFollower
@@ -252,7 +253,29 @@ async def _open(
     hosts = {name: memory.host for name, memory in memories.items()}
     stored = StoragePools(lambda _: ())
     stack.push_async_callback(stored.aclose)
+    follower = RankFollower(welcome.incarnation, device, copies, memories, stored, port.now)
     if storage is not None or config.storage is not None:
         stored.attach(await attach_storage(spec, config, hosts, storage, port))
-    follower = RankFollower(welcome.incarnation, device, copies, memories, stored, port.now)
+        follower.update_weights = partial(_open_again, stored, spec, config, hosts, storage, port)
     return RankWorker(spec, memories, follower)
+
+
+async def _open_again(
+    stored: StoragePools,
+    spec: ModelSpec,
+    config: CacheConfig,
+    hosts: Mapping[str, HostPool],
+    storage: StorageBackend | None,
+    port: Port,
+    weight_version: str,
+) -> None:
+    """Use storage under another weight version. Calls that come meanwhile find none, and miss.
+
+    Raises:
+        CacheError: storage cannot be opened again; there is none then.
+    """
+    attachment = stored.detach()
+    if attachment is not None:  # else it could not be opened the last time
+        await attachment.aclose()
+    config = msgspec.structs.replace(config, weight_version=weight_version)
+    stored.attach(await attach_storage(spec, config, hosts, storage, port))

@@ -23,7 +23,7 @@ from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions, PrefetchPolicy
 from asynchicache.controller.request import Request
-from asynchicache.errors import BusyError, CapacityError, RankError, TransferError
+from asynchicache.errors import BusyError, CapacityError, RankError, StorageError, TransferError
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.options import RankLimits
@@ -48,6 +48,7 @@ MAX_STEPS = 400_000
 
 _TOKEN = "secret"  # noqa: S105 - of groups that live in one loop
 _FAMILIES = (("kv",), ("kv", "mamba"), ("kv", "swa"), ("kv", "mamba", "swa"))
+_WEIGHTS = ("test", "other")
 _HOPELESS = (CapacityError, BusyError)
 
 
@@ -144,31 +145,52 @@ class RankMirror:
         self.violations: list[str] = []
         self._workers = workers
         self._chance = chance
-        tensors = [cache.device_tensor, *(worker.device_tensor for worker in workers)]
-        self._oracles = [
-            ByteOracle(cache.spec, tensor, partial(_shard, rank)) for rank, tensor in enumerate(tensors)
-        ]
+        self._tensors = [cache.device_tensor, *(worker.device_tensor for worker in workers)]
+        self._known: dict[str, list[ByteOracle]] = {}
         self._streams = [device.stream("compute") for device in devices]
         self._turn = asyncio.Lock()
 
+    @property
+    def weights(self) -> str:
+        """The weights that the model has now."""
+        return self.cache.config.weight_version or ""
+
+    def oracles(self, weights: str) -> list[ByteOracle]:
+        """What every rank computes with some weights, by rank."""
+        if weights not in self._known:
+            self._known[weights] = [
+                ByteOracle(self.cache.spec, tensor, partial(_identity, weights, rank))
+                for rank, tensor in enumerate(self._tensors)
+            ]
+        return self._known[weights]
+
+    async def update_weights(self, version: str) -> None:
+        """Go on with other weights, between two forwards."""
+        async with self._turn:
+            with suppress(StorageError):  # the cache goes on without storage
+                await self.cache.update_weights(version)
+
     async def serve(self, tokens: Sequence[int], *, durable: bool = False) -> tuple[int, bool]:
-        """Serve a prompt; returns the tokens of its hit, and whether all of it is in storage."""
+        """Serve a prompt; returns the tokens of its hit, and whether all of it is in storage, under the
+        weights that the model has in the end."""
         request = self.cache.request(tokens)
         try:
             await request.__aenter__()
             await request.prefetch()
             await request.admit()
-            ticket = request.load()
+            ticket, weights = request.load(), self.weights
             hit = request.hit.tokens
             await request.reserve(len(tokens) - request.reserved)
-            await self._forward(request, list(tokens), hit, ticket)
+            await self._forward(request, list(tokens), hit, ticket, self.oracles(weights))
             await request.checkpoint(len(tokens), after=self._streams[0])
             # Without a free slot for its state, a prefix is published that no prompt can go on from.
             return hit, durable and await request.durable() and resumable(request)
         finally:
             request.close(after=self._streams[0])
 
-    async def _forward(self, request: Request, tokens: list[int], hit: int, ticket: object) -> None:
+    async def _forward(
+        self, request: Request, tokens: list[int], hit: int, ticket: object, oracles: Sequence[ByteOracle]
+    ) -> None:
         digests = page_digests(token_array(tokens), PAGE, namespace_seed(None))
         known, last = hit // PAGE, len(tokens) // PAGE
         reads = _slots(self.cache.spec, request, digests, 0, known, state=known) if known else []
@@ -181,13 +203,20 @@ class RankMirror:
                 await ticket.submitted()  # type: ignore[attr-defined]
             last_layer = self.cache.spec.layers - 1
             ticket.fence(last_layer).wait_on(self._streams[0])  # type: ignore[attr-defined]
-            self._launch(0, reads, writes)
+            self._launch(0, oracles[0], reads, writes)
             if self.group.failure is None:
-                every = [self._follow(rank, step, reads, writes) for rank in range(1, len(self._oracles))]
+                every = [
+                    self._follow(rank, step, oracles[rank], reads, writes) for rank in range(1, len(oracles))
+                ]
                 await asyncio.gather(*every)
 
     async def _follow(
-        self, rank: int, step: int, reads: Sequence[RankSlots], writes: Sequence[RankSlots]
+        self,
+        rank: int,
+        step: int,
+        oracle: ByteOracle,
+        reads: Sequence[RankSlots],
+        writes: Sequence[RankSlots],
     ) -> None:
         worker = self._workers[rank - 1]
         await asyncio.sleep(self._chance.expovariate(5e3))
@@ -195,24 +224,26 @@ class RankMirror:
             async with worker.forward(step, self._streams[rank]) as applied:
                 await applied.submitted()
                 applied.wait_on(self._streams[rank], self.cache.spec.layers - 1)
-                self._launch(rank, reads, writes)
+                self._launch(rank, oracle, reads, writes)
                 if self._chance.random() < 0.3:
                     await asyncio.sleep(self._chance.expovariate(5e3))
 
-    def _launch(self, rank: int, reads: Sequence[RankSlots], writes: Sequence[RankSlots]) -> None:
+    def _launch(
+        self, rank: int, oracle: ByteOracle, reads: Sequence[RankSlots], writes: Sequence[RankSlots]
+    ) -> None:
         def run() -> None:
             for pool, slots, digests in reads:
-                wrong = self._oracles[rank].count_wrong(pool, slots, digests)
+                wrong = oracle.count_wrong(pool, slots, digests)
                 if wrong and self.group.failure is None:
                     self.violations.append(f"rank {rank} has {wrong} wrong pages of {pool}")
             for pool, slots, digests in writes:
-                self._oracles[rank].write(pool, slots, digests)
+                oracle.write(pool, slots, digests)
 
         self._streams[rank].launch(run)
 
 
-def _shard(rank: int, pool: str) -> str:
-    return f"shard {rank}/"
+def _identity(weights: str, rank: int, pool: str) -> str:
+    return f"weights {weights}, shard {rank}/"
 
 
 def _slots(
@@ -248,6 +279,7 @@ class RankScript:
         forgets: between lives, the rank whose storage loses half of its pages; -1 for none.
         lost: in the last life, the rank that is lost; 0 for none.
         how: how it is lost: "closed", "silent" or "damaged".
+        updates: how often the weights change in each life.
         write_policy: of the cache.
     """
 
@@ -264,6 +296,7 @@ class RankScript:
     forgets: int
     lost: int
     how: str
+    updates: int
     write_policy: WritePolicy
 
 
@@ -287,6 +320,7 @@ def draw_rank_script(seed: int) -> RankScript:
         forgets=chance.randrange(count) if chance.random() < 0.3 else -1,
         lost=lost,
         how=chance.choice(("closed", "silent", "damaged")),
+        updates=chance.choice((1, 2)) if chance.random() < 0.3 else 0,
         write_policy=chance.choice(tuple(WritePolicy)),
     )
 
@@ -344,11 +378,12 @@ def run_rank_script(script: RankScript) -> RankReport:
 async def _lives(script: RankScript, report: RankReport, world: SeededWorld) -> None:
     stores = [MemoryStore() for _ in range(script.ranks)]
     prompts: list[list[int]] = []
-    promised: dict[tuple[int, ...], int] = {}
+    promised: dict[tuple[str, tuple[int, ...]], int] = {}
+    weights = _WEIGHTS[0]
     for life in range(script.lives):
         last = life == script.lives - 1
-        one = _RankLife(script, report, world, stores, prompts, promised)
-        await one.run(lose=last and script.lost > 0, last=last)
+        one = _RankLife(script, report, world, stores, prompts, promised, weights)
+        weights = await one.run(lose=last and script.lost > 0, last=last)
         if script.forgets >= 0:
             _forget(stores[script.forgets], world.random)
 
@@ -369,7 +404,8 @@ class _RankLife:
         world: SeededWorld,
         stores: Sequence[MemoryStore],
         prompts: list[list[int]],
-        promised: dict[tuple[int, ...], int],
+        promised: dict[tuple[str, tuple[int, ...]], int],
+        weights: str,
     ) -> None:
         self._script = script
         self._report = report
@@ -377,6 +413,7 @@ class _RankLife:
         self._stores = stores
         self._prompts = prompts
         self._promised = promised
+        self._weights = weights
         self._spec = synthetic_spec(PAGE, script.pools)
         self._links: dict[int, DelayedLink] = {}
         self._faults: list[Faulty] = []
@@ -385,7 +422,8 @@ class _RankLife:
         # Storage that lies about what it has, or loses it, breaks promises that the cache cannot keep.
         self._honest = script.forgets < 0 and not any(rates.lie for rates in script.rates)
 
-    async def run(self, *, lose: bool, last: bool) -> None:
+    async def run(self, *, lose: bool, last: bool) -> str:
+        """Live; returns the weights in the end."""
         self._calm = last and self._script.calm
         async with AsyncExitStack() as stack:
             mirror = await self._open(stack)
@@ -397,13 +435,20 @@ class _RankLife:
             if lose:
                 await asyncio.sleep(self._world.random.expovariate(200))
                 self._lose()
-            await asyncio.gather(*tasks, self._release())
+            await asyncio.gather(*tasks, self._release(), self._update(mirror))
             await self._settle(mirror, lose=lose)
             self._report.violations += mirror.violations
             served = mirror.cache.statistics().served.hit_tokens
             self._report.tiers += Counter({str(tier): count for tier, count in served.items()})
             await mirror.cache.aclose()  # the leader goes first, else its followers count as lost
             await mirror.group.aclose()
+            return mirror.weights
+
+    async def _update(self, mirror: RankMirror) -> None:
+        for _ in range(self._script.updates):
+            await asyncio.sleep(self._world.random.expovariate(5))
+            later = _WEIGHTS[1 - _WEIGHTS.index(mirror.weights)]  # pages of the first are in storage still
+            await mirror.update_weights(later)
 
     async def _open(self, stack: AsyncExitStack) -> RankMirror:
         script, world = self._script, self._world
@@ -458,7 +503,7 @@ class _RankLife:
             prefetch=PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE),
             storage_limits=PoolLimits(deadline=0.2, cooldown=0.05, closing=0.1),
             write_policy=self._script.write_policy,
-            weight_version="test",
+            weight_version=self._weights,
             rank=rank,
             ranks=self._script.ranks,
             close_seconds=0.5,
@@ -482,7 +527,12 @@ class _RankLife:
 
     async def _ask_promised(self, mirror: RankMirror) -> None:
         """What `durable()` has promised in an earlier life is there, if no storage fails."""
-        for prompt, length in list(self._promised.items())[-2:]:
+        of_these = [
+            (prompt, length)
+            for (weights, prompt), length in self._promised.items()
+            if weights == self._weights
+        ]
+        for prompt, length in of_these[-2:]:
             with suppress(*_HOPELESS):
                 hit, _ = await mirror.serve([*prompt, 1])
                 if hit < length:
@@ -509,7 +559,7 @@ class _RankLife:
                 _, durable = await mirror.serve(tokens, durable=chance.random() < 0.4)
                 self._report.requests += 1
                 if durable:
-                    self._promised[tuple(tokens)] = len(tokens) // PAGE * PAGE
+                    self._promised[mirror.weights, tuple(tokens)] = len(tokens) // PAGE * PAGE
 
     async def _settle(self, mirror: RankMirror, *, lose: bool) -> None:
         """Everything ends: no operation is left open, and the caches hold what they should."""
@@ -525,10 +575,15 @@ class _RankLife:
         self._report.lost += failure is not None
         await mirror.cache.drain()
         if failure is None:
-            self._report.violations += mirror.cache.verify(idle=True)
+            self._report.violations += mirror.cache.verify(idle=not self._may_leak())
             open_operations = len(mirror.group.leader)
             if open_operations:
                 self._report.violations.append(f"{open_operations} operations of ranks are still open")
+
+    def _may_leak(self) -> bool:
+        """Whether slots may be lost for good: to a storage call that had not ended when storage was closed,
+        to be opened again under other weights."""
+        return bool(self._script.updates and any(one.hang or one.late for one in self._script.rates))
 
 
 @dataclass(slots=True, eq=False)
