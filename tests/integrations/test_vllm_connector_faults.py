@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,8 +39,8 @@ def open_player(tmp_path: Path) -> Iterator[Open]:
     """Opens connectors over one folder."""
     opened: list[Player] = []
 
-    def make(**changes: Any) -> Player:
-        opened.append(Player(RECORD, **(options(tmp_path) | changes)))
+    def make(workers: int = 1, **changes: Any) -> Player:
+        opened.append(Player(RECORD, workers, **(options(tmp_path) | changes)))
         return opened[-1]
 
     yield make
@@ -97,12 +98,50 @@ def test_what_was_computed_is_found_in_host_memory_and_by_the_next_process(open_
 
 def test_copies_that_fail_are_misses_and_their_blocks_are_given_back(open_player: Open) -> None:
     player = open_player()
-    player.failing = True
+    player.failing = 0
     serve(player, "a")
-    player.failing = False
+    player.failing = None
 
     assert [serve(player, "b", first=20), serve(player, "c", first=40)] == [0, 4 * SIZE]
     assert player.scheduler.statistics.traffic.copies_failed > 0
+
+
+def test_every_worker_gets_its_own_part_back(open_player: Open) -> None:
+    first = open_player(2)
+    assert [serve(first, "a"), serve(first, "b", first=20)] == [0, 4 * SIZE]
+    first.close()
+    assert serve(open_player(2), "c") == 4 * SIZE
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_worker_of_two_could_not_copy_is_a_miss(open_player: Open, rank: int) -> None:
+    player = open_player(2)
+    player.failing = rank
+    serve(player, "a")
+    player.failing = None
+
+    assert [serve(player, "b", first=20), serve(player, "c", first=40)] == [0, 4 * SIZE]
+
+
+def test_a_damaged_part_of_one_worker_is_a_miss_for_all(open_player: Open, tmp_path: Path) -> None:
+    first = open_player(2)
+    serve(first, "a")
+    first.close()
+    manifests = [json.loads(path.read_text()) for path in tmp_path.glob("*/pool.json")]
+    assert sorted((one["pool"], one["shard"]) for one in manifests) == [
+        (f"group{number}{'_tp1' * rank}", f"tp{rank}/2") for number in range(3) for rank in range(2)
+    ]
+    (damaged,) = (path.parent for path in tmp_path.glob("*/pool.json") if '"group0_tp1"' in path.read_text())
+    overwrite(damaged.glob("*.pages"))
+
+    assert serve(open_player(2), "b") == 0
+
+
+def test_one_worker_finds_nothing_of_two(open_player: Open) -> None:
+    first = open_player(2)
+    serve(first, "a")
+    first.close()
+    assert serve(open_player(1), "b") == 0
 
 
 def test_host_memory_that_cannot_be_mapped_fails_each_copy_by_itself(open_player: Open) -> None:
@@ -111,15 +150,16 @@ def test_host_memory_that_cannot_be_mapped_fails_each_copy_by_itself(open_player
     order = CopyOrder(7, Direction.LOAD, (PoolTransfer("group0", (0,), (1,)),))
     backup = CopyOrder(8, Direction.BACKUP, (PoolTransfer("group0", (1,), (0,)),))
     step = StepOrders(lost(player.scheduler._cache.host), [order, backup], loads={7: "a"})
-    player.worker.start_loads(step)
-    player.worker.start_backups(step)
-    ended = player.worker.ended(idle=False)
-    results = player.worker.results()
+    (worker,) = player.workers
+    worker.start_loads(step)
+    worker.start_backups(step)
+    ended = worker.ended(idle=False)
+    results = worker.results()
 
     assert ended.finished_recving == ended.failed_recving == {"a"}
     assert results is not None
-    assert [result.id for result in results.results] == [7, 8]
-    assert all(result.error for result in results.results)
+    assert [result.id for result in results.results[0]] == [7, 8]
+    assert all(result.error for result in results.results[0])
 
 
 def lost(host: HostHandle) -> HostHandle:
@@ -153,12 +193,17 @@ def test_a_storage_that_fails_every_read_is_a_miss(open_player: Open, tmp_path: 
     first = open_player()
     serve(first, "a")
     first.close()
-    for segment in tmp_path.glob("*/*.pages"):
+    overwrite(tmp_path.glob("*/*.pages"))
+
+    assert serve(open_player(), "b") == 0
+
+
+def overwrite(segments: Iterable[Path]) -> None:
+    """Damage all pages of a file store, whose entries stay whole."""
+    for segment in segments:
         with segment.open("r+b") as file:
             file.seek(65536)
             file.write(b"\xff" * (segment.stat().st_size - 65536))
-
-    assert serve(open_player(), "b") == 0
 
 
 def test_aborts_at_every_point_leave_no_block_referenced(open_player: Open) -> None:
@@ -207,6 +252,22 @@ def test_after_a_reset_nothing_of_before_is_found_in_any_process(open_player: Op
     assert [serve(player, "b", first=20), serve(player, "c", first=40)] == [0, 4 * SIZE]
     player.close()
     assert serve(open_player(), "d") == 4 * SIZE  # a new process has the weights that it was started with
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_blocks_that_were_unmapped_in_sleep_are_filled_after_it(open_player: Open, workers: int) -> None:
+    player = open_player(workers)
+    serve(player, "a")
+    for worker in player.workers:
+        worker.unregister()
+        worker.unregister()  # vLLM may say so twice
+    for memory in player.memories:
+        for blocks in memory.values():
+            blocks.zero_()
+    for worker in player.workers:
+        worker.restore()
+
+    assert serve(player, "b", first=20) == 4 * SIZE
 
 
 def test_hits_are_split_by_the_tier_they_came_from(open_player: Open) -> None:

@@ -18,6 +18,7 @@ from integrations.vllm_groups import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     group,
@@ -25,9 +26,10 @@ from integrations.vllm_groups import (
 )
 
 
-def groups_of(*groups: Any, **changes: Any) -> KvGroups:
+def groups_of(*groups: Any, workers: int = 1, **changes: Any) -> KvGroups:
     config = kv_cache_config(groups, **changes)
-    return kv_groups(config, model="tiny", dtype="bfloat16", layout=config.kv_cache_layout)
+    layout = config.kv_cache_layout
+    return kv_groups(config, model="tiny", dtype="bfloat16", layout=layout, workers=workers)
 
 
 def test_groups_are_pools_and_full_attention_comes_first() -> None:
@@ -65,6 +67,24 @@ def test_layers_of_several_sizes_are_tensors_of_one_pool() -> None:
 
     assert [layer.name for layer in found.layers] == ["b", "a", "c"]
     assert [tensor.layers for tensor in found.pool.tensors] == [(0,), (1, 2)]
+
+
+def test_workers_have_parts_that_share_slots_and_latents_are_the_same_on_all() -> None:
+    latents = group(MLAAttentionSpec(), "layers.7")
+    found = groups_of(FULL, latents, STATES, workers=2)
+
+    assert [(pool.name, pool.slots_of, pool.shard, pool.replicated) for pool in found.spec.pools] == [
+        ("group0", None, "tp0/2", False),
+        ("group0_tp1", "group0", "tp1/2", False),
+        ("group1", None, "", True),
+        ("group2", None, "tp0/2", False),
+        ("group2_tp1", "group2", "tp1/2", False),
+    ]
+    assert list(found.pages()) == ["group0", "group1", "group2"]
+    assert [pool.name for pool in found.spec_of(1).pools] == ["group0_tp1", "group1", "group2_tp1"]
+    assert found.written_by(0) == {"group0", "group1", "group2"}
+    assert found.written_by(1) == {"group0_tp1", "group2_tp1"}
+    assert found.spec.identity != groups_of(FULL, latents, STATES).spec.identity
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,11 @@ class SlidingWindowSpec(FullAttentionSpec):
 
 
 @dataclass(frozen=True)
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+@dataclass(frozen=True)
 class MambaSpec:
     block_size: int = BLOCK
     state_bytes: int = 5000

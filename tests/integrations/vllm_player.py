@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from hashlib import shake_128
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asynchicache.integrations.vllm.connector_messages import StepOrders
+from asynchicache.integrations.vllm.connector_messages import StepOrders, StepResults
 from asynchicache.integrations.vllm.connector_options import read_options
 from asynchicache.integrations.vllm.connector_scheduler import ConnectorScheduler
 from asynchicache.integrations.vllm.connector_worker import ConnectorWorker
@@ -62,7 +63,7 @@ class BlockPool:
         return sum(block.references for block in self.blocks)
 
 
-def groups_of(record: Call) -> KvGroups:
+def groups_of(record: Call, workers: int = 1) -> KvGroups:
     """Groups like the recorded ones, with two small layers each."""
     size = record["block_size"]
     made: dict[int, Any] = {}
@@ -78,53 +79,64 @@ def groups_of(record: Call) -> KvGroups:
         made[one["number"]] = group(spec, *layers)
     groups = [made[number] for number in sorted(made)]
     config = kv_cache_config(groups, hash_block_size=size, num_blocks=record["blocks"])
-    return kv_groups(config, model="tiny", dtype="float32", layout="LBHNC")
+    return kv_groups(config, model="tiny", dtype="float32", layout="LBHNC", workers=workers)
 
 
 class Player:
-    """vLLM's part: its scheduler's calls, its worker's, and its blocks.
+    """vLLM's part: its scheduler's calls, its workers', and their blocks.
 
     Args:
         record: of one model.
+        workers: that share the model.
         options: of the connector.
     """
 
-    def __init__(self, record: Call, **options: Any) -> None:
-        self.groups = groups_of(record)
+    def __init__(self, record: Call, workers: int = 1, **options: Any) -> None:
+        self.groups = groups_of(record, workers)
         self.hashes = [bytes.fromhex(text) for text in record["hashes"]]
         self.pool = BlockPool(record["blocks"])
-        self.memory = {
-            layer.name: torch.zeros(record["blocks"], 1, 1, _padded(layer.nbytes), dtype=torch.uint8)
-            for one in self.groups.groups
-            for layer in one.layers
-        }
+        self.memories = [
+            {
+                layer.name: torch.zeros(record["blocks"], 1, 1, _padded(layer.nbytes), dtype=torch.uint8)
+                for one in self.groups.groups
+                for layer in one.layers
+            }
+            for _ in range(workers)
+        ]
         config = read_options(options, replica=0)
         self.scheduler = ConnectorScheduler(self.groups, config.cache, 0.0)
         self.scheduler.bind(self.pool)
-        self.worker = ConnectorWorker(self.groups, 0.0)
-        self.worker.register(self.memory)
+        self.workers = [ConnectorWorker(self.groups, 0.0, rank) for rank in range(workers)]
+        for worker, memory in zip(self.workers, self.memories, strict=True):
+            worker.register(memory)
         self.restored = Counter[str]()
-        self.failing = False
+        self.failing: int | None = None  # rank of a worker whose copies fail
 
     def close(self) -> None:
-        self.worker.close()
+        for worker in self.workers:
+            worker.close()
         self.scheduler.close()
 
     # Blocks
 
-    def content(self, one: KvGroup, key: bytes, layer: int) -> torch.Tensor:
-        named = shake_128(f"{one.number} {layer}".encode() + key).digest(one.layers[layer].nbytes)
+    def content(self, one: KvGroup, key: bytes, layer: int, rank: int) -> torch.Tensor:
+        name = f"{one.part(rank).name} {layer}".encode() + key
+        named = shake_128(name).digest(one.layers[layer].nbytes)
         return torch.frombuffer(bytearray(named), dtype=torch.uint8)
 
     def compute(self, one: KvGroup, block: int, key: bytes) -> None:
         """A forward fills a block; others may still have the rest of it."""
-        for number, layer in enumerate(one.layers):
-            self.memory[layer.name][block, 0, 0, : layer.nbytes] = self.content(one, key, number)
+        for rank, memory in enumerate(self.memories):
+            for number, layer in enumerate(one.layers):
+                memory[layer.name][block, 0, 0, : layer.nbytes] = self.content(one, key, number, rank)
 
     def check(self, one: KvGroup, block: int, key: bytes) -> None:
-        for number, layer in enumerate(one.layers):
-            got = self.memory[layer.name][block, 0, 0, : layer.nbytes]
-            assert torch.equal(got, self.content(one, key, number)), f"wrong bytes in block {block} of {one}"
+        for rank, memory in enumerate(self.memories):
+            for number, layer in enumerate(one.layers):
+                got = memory[layer.name][block, 0, 0, : layer.nbytes]
+                assert torch.equal(got, self.content(one, key, number, rank)), (
+                    f"wrong bytes in block {block} of {one}, worker {rank}"
+                )
 
     # Calls
 
@@ -206,17 +218,22 @@ class Player:
         return self.work(self.scheduler.step(output))
 
     def work(self, orders: StepOrders) -> set[str]:
-        """The worker's part of a step."""
-        self.worker.start_loads(orders)
-        self.worker.start_backups(orders)
-        self.worker._bridge.drain()
-        ended = self.worker.ended(idle=orders.idle)
-        results = self.worker.results()
-        if results is not None:
-            if self.failing:
-                results.results = [CopyResult(result.id, "planted") for result in results.results]
-            self.scheduler.reported(results)
-        return ended.finished_recving
+        """The workers' part of a step; vLLM joins their answers."""
+        reported: list[StepResults] = []
+        loaded: list[set[str]] = []
+        for rank, worker in enumerate(self.workers):
+            worker.start_loads(orders)
+            worker.start_backups(orders)
+            worker._bridge.drain()
+            loaded.append(worker.ended(idle=orders.idle).finished_recving)
+            results = worker.results()
+            if results is not None:
+                if rank == self.failing:
+                    results.results[rank] = [CopyResult(one.id, "planted") for one in results.results[rank]]
+                reported.append(results)
+        if reported:
+            self.scheduler.reported(reduce(StepResults.aggregate, reported))
+        return set.intersection(*loaded)
 
     def _request_finished(self, call: Call) -> None:
         self.scheduler.request_finished(self.request(call), call["tables"])

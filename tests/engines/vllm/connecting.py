@@ -34,6 +34,15 @@ def connector(folder: Path, **options: Any) -> dict[str, Any]:
     }
 
 
+def shared_memory() -> list[str]:
+    """What lies in /dev/shm, and this process's mappings of shared memory without a name there."""
+    named = [path.name for path in Path("/dev/shm").iterdir() if "asynchicache" in path.name]
+    mapped = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:asynchicache" in line
+    ]
+    return sorted(named + mapped)
+
+
 def stored_pages(folder: Path) -> Stored:
     """Read a file store by nothing but its format."""
     found: Stored = {}
@@ -66,19 +75,21 @@ def _layout(pool: dict[str, Any]) -> tuple[int, int]:
     return slots, -(-slots * _ENTRY.size // 65536) * 65536
 
 
-def damage(folder: Path, every: int) -> int:
-    """Overwrite some bytes of every so manieth page of a store; returns how many pages that were."""
+def damage(folder: Path, every: int, pool: str | None = None) -> int:
+    """Overwrite some bytes of every so manieth page of a store, or of a pool; returns how many that were."""
     damaged = 0
     for manifest in folder.glob("*/pool.json"):
-        pool = json.loads(manifest.read_text())
-        slots, start = _layout(pool)
+        found = json.loads(manifest.read_text())
+        if pool not in (None, found["pool"]):
+            continue
+        slots, start = _layout(found)
         for segment in manifest.parent.glob("*.pages"):
             data = np.memmap(segment, np.uint8, "r+")
             used = [
                 slot for slot in range(slots) if data[slot * _ENTRY.size : (slot + 1) * _ENTRY.size].any()
             ]
             for slot in used[::every]:
-                at = start + slot * pool["slot_bytes"]
+                at = start + slot * found["slot_bytes"]
                 data[at + 100 : at + 164] = 0xFF
                 damaged += 1
             data.flush()

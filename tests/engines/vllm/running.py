@@ -54,12 +54,22 @@ class Engine:
             raise
 
     def ask(
-        self, prompts: Sequence[Prompt], *, new: int = 12, hints: Mapping[str, Any] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        new: int = 12,
+        hints: Mapping[str, Any] | None = None,
+        afresh: bool = False,
     ) -> list[Answer]:
-        """Answer prompts, which run together; greedily."""
+        """Answer prompts, which run together; greedily. With `afresh` nothing that is cached is used."""
         extra = {"kv_transfer_params": {"asynchicache": dict(hints)}} if hints else None
         parameters = SamplingParams(
-            temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, extra_args=extra
+            temperature=0,
+            max_tokens=new,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=extra,
+            skip_reading_prefix_cache=afresh,
         )
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False
@@ -90,6 +100,12 @@ class Engine:
             for metric in self.llm.get_metrics()
             if hasattr(metric, "value")
         }
+
+    def held_blocks(self) -> int:
+        """Blocks of the device that requests or copies refer to, without number 0."""
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        blocks = scheduler.kv_cache_manager.block_pool.blocks
+        return sum(block.ref_cnt > 0 for block in blocks if not block.is_null)
 
     def close(self) -> None:
         """Shut the engine down as `LLM` does at its end."""

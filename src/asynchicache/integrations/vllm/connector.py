@@ -34,7 +34,7 @@ _SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}
 class AsynchicacheConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV and states in host memory and storage, and brings them back before vLLM computes them.
 
-    vLLM makes one in its scheduler and one in its worker. The scheduler's has the cache; the worker's copies.
+    vLLM makes one in its scheduler and one in each worker. The scheduler's has the cache; the workers' copy.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -46,7 +46,8 @@ class AsynchicacheConnector(KVConnectorBase_V1, SupportsHMA):
             StorageError: the storage cannot be used.
         """
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        check_engine(vllm_config, hash_seed=python_hash_seed())
+        told_of_sleep = hasattr(KVConnectorBase_V1, "unregister_kv_caches")  # since 0.33
+        check_engine(vllm_config, hash_seed=python_hash_seed(), told_of_sleep=told_of_sleep)
         groups = _groups(vllm_config, kv_cache_config)
         config = read_options(
             vllm_config.kv_transfer_config.kv_connector_extra_config,
@@ -59,7 +60,7 @@ class AsynchicacheConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = ConnectorScheduler(groups, config.cache, idle_s)
         else:
-            self._worker = ConnectorWorker(groups, idle_s)
+            self._worker = ConnectorWorker(groups, idle_s, vllm_config.parallel_config.rank)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -198,4 +199,5 @@ def _groups(vllm_config: Any, kv_cache_config: Any) -> KvGroups:
         model=model.model,
         dtype=str(model.dtype) if dtype == "auto" else str(dtype),
         layout=kv_cache_config.kv_cache_layout,
+        workers=vllm_config.parallel_config.world_size,
     )

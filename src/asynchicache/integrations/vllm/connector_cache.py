@@ -51,7 +51,7 @@ class _Served:
 
 
 class ConnectorCache:
-    """A `HybridCache` whose copies a worker carries out; made by `open`.
+    """A `HybridCache` whose copies workers carry out; made by `open`.
 
     The scheduler's thread names what vLLM has admitted by a number of its own, a new one after a preemption.
     """
@@ -70,7 +70,7 @@ class ConnectorCache:
         Raises:
             ConfigError, CapacityError, StorageError: as `HybridCache.open`.
         """
-        remote = RemoteCopies(groups.pages())
+        remote = RemoteCopies(groups.pages(), workers=groups.workers)
         cache = await HybridCache.open(groups.spec, config, engine=remote)
         return cls(cache, remote, groups.block_size)
 
@@ -145,9 +145,10 @@ class ConnectorCache:
         orders, self._waiting = self._waiting + self._remote.take(), []
         return TakenOrders(orders, self._cache.statistics())
 
-    async def finish(self, results: Iterable[CopyResult]) -> None:
-        """Publish what was copied, and wake what waits for it."""
-        self._remote.finish(results)
+    async def finish(self, results: Mapping[int, Iterable[CopyResult]]) -> None:
+        """Publish what every worker has copied, and wake what waits for it."""
+        for worker, ended in results.items():
+            self._remote.finish(ended, worker=worker)
         await asyncio.sleep(0)
 
     def forget(self) -> None:

@@ -12,11 +12,11 @@ from asynchicache.transfer.remote import CopyOrder, CopyResult
 
 @dataclass(eq=False)
 class StepOrders(KVConnectorMetadata):
-    """From the scheduler to the worker.
+    """From the scheduler to the workers.
 
     Attributes:
-        host: host memory; the worker maps it when it sees it first.
-        orders: copies to begin in this step.
+        host: host memory; a worker maps its part when it sees it first.
+        orders: copies to begin in this step; each worker copies its part.
         loads: requests that wait for an order, by its id.
         loaded: requests whose load had nothing to copy.
         failed: requests whose load was refused; vLLM computes them.
@@ -33,10 +33,10 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass(eq=False)
 class StepResults(KVConnectorWorkerMetadata):
-    """From the worker to the scheduler: copies that have ended."""
+    """From the workers to the scheduler: copies that have ended, by the worker's rank."""
 
-    results: list[CopyResult]
+    results: dict[int, list[CopyResult]]
 
     def aggregate(self, other: Self) -> Self:
         """Join the results of workers."""
-        return type(self)([*self.results, *other.results])
+        return type(self)(self.results | other.results)

@@ -57,12 +57,13 @@ def read_options(given: Mapping[str, Any], *, replica: int) -> ConnectorConfig:
     return ConnectorConfig(own, CacheConfig.read({**rest, "page_keys": True}))
 
 
-def check_engine(vllm_config: Any, *, hash_seed: str | None) -> None:
+def check_engine(vllm_config: Any, *, hash_seed: str | None, told_of_sleep: bool = True) -> None:
     """Refuse settings of vLLM's with which the connector would lose data or hits.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
         hash_seed: the environment's PYTHONHASHSEED.
+        told_of_sleep: whether vLLM tells connectors before it unmaps blocks.
 
     Raises:
         ConfigError: names the setting and the cure.
@@ -81,8 +82,29 @@ def check_engine(vllm_config: Any, *, hash_seed: str | None) -> None:
             f"prefix_caching_hash_algo {cache.prefix_caching_hash_algo} differs in every process: set "
             "PYTHONHASHSEED, or keep sha256"
         )
-    if parallel.world_size != 1:
+    drafts = vllm_config.speculative_config
+    if drafts is not None and drafts.uses_draft_kv_cache():
         raise ConfigError(
-            f"{parallel.world_size} workers (tensor, pipeline or context parallelism) share a model: "
-            "use vLLM's OffloadingConnector with AsynchicacheTier instead"
+            f"speculative decoding by {drafts.method!r} has KV of a draft model, whose last block changes: "
+            "use a method without one (ngram, suffix), or vLLM's OffloadingConnector with AsynchicacheTier"
+        )
+    if vllm_config.model_config.enable_sleep_mode and not told_of_sleep:
+        raise ConfigError(
+            "this vLLM unmaps blocks in sleep mode without telling connectors, while copies may read them: "
+            "leave out --enable-sleep-mode, or use vLLM 0.33"
+        )
+    _check_workers(parallel)
+
+
+def _check_workers(parallel: Any) -> None:
+    if parallel.world_size != parallel.tensor_parallel_size or parallel.decode_context_parallel_size != 1:
+        raise ConfigError(
+            f"{parallel.world_size} workers share a model by pipeline or context parallelism, so that blocks "
+            "have different layers or tokens: use vLLM's OffloadingConnector with AsynchicacheTier instead"
+        )
+    if parallel.world_size > 1 and (parallel.nnodes > 1 or parallel.distributed_executor_backend != "mp"):
+        raise ConfigError(
+            f"workers on {parallel.nnodes} nodes, with distributed_executor_backend "
+            f"{parallel.distributed_executor_backend!r}: all must map the scheduler's host memory, so run "
+            "them on its machine, with --distributed-executor-backend mp"
         )

@@ -1,7 +1,7 @@
 """The scheduler's half of the connector: decides what is loaded and kept, and does all input and output.
 
 A prompt's blocks are read from storage into host memory before anything is promised to vLLM, so a failure of
-storage is a miss. Blocks that are copied to host memory are referenced in vLLM's pool until the worker has
+storage is a miss. Blocks that are copied to host memory are referenced in vLLM's pool until the workers have
 reported the copy: neither a preemption, nor an abort, nor a window that moves on, lets others write to them.
 """
 
@@ -195,7 +195,7 @@ class ConnectorScheduler:
     # Keeping.
 
     def step(self, output: Any) -> StepOrders:
-        """Keep what this step completes, and return what the worker is to copy in it."""
+        """Keep what this step completes, and return what the workers are to copy in it."""
         self._poll()
         state = output.kv_connector_block_state
         for name, scheduled in output.num_scheduled_tokens.items():
@@ -286,7 +286,7 @@ class ConnectorScheduler:
         step.failed, self._failed = self._failed, set()
 
     def reported(self, results: StepResults) -> None:
-        """Publish copies that the worker reports, and free their blocks."""
+        """Publish copies that all workers have reported, and free their blocks."""
         job = self._submit(self._cache.finish(results.results), None, queued=False)
         if job is not None:
             job.wait(_LOOP_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +32,18 @@ class ConnectorWorker:
     Args:
         groups: the model's KV cache groups.
         idle_wait_s: longest wait for copies in a step that computed nothing.
+        rank: of the worker, among those that share the model.
     """
 
-    def __init__(self, groups: KvGroups, idle_wait_s: float) -> None:
+    def __init__(self, groups: KvGroups, idle_wait_s: float, rank: int = 0) -> None:
         self._groups = groups
         self._idle_wait_s = idle_wait_s
+        self._rank = rank
+        self._spec = groups.spec_of(rank)
+        self._pools = {
+            Direction.LOAD: frozenset(pool.name for pool in self._spec.pools),
+            Direction.BACKUP: groups.written_by(rank),
+        }
         self._bridge = LoopBridge(name="asynchicache-vllm-worker")
         self._caches: Any = None
         self._memory: EngineMemory | None = None
@@ -53,7 +60,7 @@ class ConnectorWorker:
         """
         self.unregister()
         self._caches = caches
-        self._memory = self._groups.memory(caches)
+        self._memory = self._groups.memory(caches, self._rank)
 
     def unregister(self) -> None:
         """Let go of the blocks, once copies in flight have ended."""
@@ -91,7 +98,8 @@ class ConnectorWorker:
             logger.exception("host memory cannot be used: every load and backup fails")
             self._settle([CopyResult(order.id, str(error)) for order in orders])
             return []
-        running = copier.run(orders, after=_forward(copier, self._memory))
+        mine = [_part(order, self._pools[order.direction]) for order in orders]
+        running = copier.run(mine, after=_forward(copier, self._memory))
         return [self._bridge.submit(running, tag=[order.id for order in orders])]
 
     def _opened(self, host: HostHandle) -> CopyWorker:
@@ -102,7 +110,7 @@ class ConnectorWorker:
         return self._copier
 
     async def _open(self, memory: EngineMemory, host: HostHandle) -> CopyWorker:
-        return await CopyWorker.open(self._groups.spec, memory, host)
+        return await CopyWorker.open(self._spec, memory, host)
 
     def ended(self, *, idle: bool) -> KVConnectorTransferResults:
         """Return requests whose loads have ended since the last call."""
@@ -116,7 +124,7 @@ class ConnectorWorker:
         """Return copies that have ended since the last call."""
         self._collect()
         results, self._results = self._results, []
-        return StepResults(results) if results else None
+        return StepResults({self._rank: results}) if results else None
 
     def _collect(self) -> None:
         for job in self._bridge.finished():
@@ -139,6 +147,12 @@ class ConnectorWorker:
         if self._copier is not None:
             self._bridge.call(self._copier.aclose())
         self._bridge.close(_CLOSE_SECONDS)
+
+
+def _part(order: CopyOrder, pools: Collection[str]) -> CopyOrder:
+    """What one worker does of an order; it may be nothing, which ends at once."""
+    mine = [transfer for transfer in order.transfers if transfer.pool in pools]
+    return CopyOrder(order.id, order.direction, tuple(mine))
 
 
 def _forward(copier: CopyWorker, memory: EngineMemory | None) -> Event | None:

@@ -2,6 +2,9 @@
 
 Blocks of all groups come from one memory, and a layer may fill less than its block: the rest belongs to the
 block's last owner, perhaps another tenant. Pools name only what a layer fills.
+
+With tensor parallelism every worker has a part of each block, at the same number. The parts are pools that
+share slots: one decision for all, and a key of its own for each, so that a damaged part is a missing block.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from asynchicache.types import ALL_PAGES, trailing_pages
 _FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _WINDOW = "SlidingWindowSpec"
 _STATE = "MambaSpec"
+_LATENT = "MLAAttentionSpec"
 _OF_LAYERS = "UniformTypeKVCacheSpecs"
 _USE_TIER = "use vLLM's OffloadingConnector with AsynchicacheTier instead"
 
@@ -40,15 +44,25 @@ class KvGroup(NamedTuple):
 
     Attributes:
         number: vLLM's.
-        pool: the group as a pool; its tensors are the layers, in runs of equal size.
-        layers: in the order of the pool's tensors.
+        parts: the group as a pool of each worker, by rank; one, if all workers hold the same bytes. Their
+            tensors are the layers, in runs of equal size.
+        layers: in the order of the pools' tensors.
         states: whether a block holds a recurrent state.
     """
 
     number: int
-    pool: PoolSpec
+    parts: tuple[PoolSpec, ...]
     layers: tuple[LayerBytes, ...]
     states: bool
+
+    @property
+    def pool(self) -> PoolSpec:
+        """The pool that owns the slots of all parts."""
+        return self.parts[0]
+
+    def part(self, rank: int) -> PoolSpec:
+        """The pool of one worker."""
+        return self.parts[rank % len(self.parts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +74,14 @@ class KvGroups:
         groups: those of full attention first.
         keys_per_block: hashes of vLLM's that a block spans; the last one is its key.
         blocks: blocks on the device, shared by all groups.
+        workers: that share the model by tensor parallelism.
     """
 
     spec: ModelSpec
     groups: tuple[KvGroup, ...]
     keys_per_block: int
     blocks: int
+    workers: int = 1
 
     @property
     def block_size(self) -> int:
@@ -81,21 +97,31 @@ class KvGroups:
         """Blocks by pool."""
         return {group.pool.name: self.blocks for group in self.groups}
 
-    def memory(self, caches: Mapping[str, Any]) -> EngineMemory:
+    def spec_of(self, rank: int) -> ModelSpec:
+        """The pools of one worker."""
+        parts = (replace(group.part(rank), slots_of=None) for group in self.groups)
+        return replace(self.spec, pools=tuple(parts))
+
+    def written_by(self, rank: int) -> frozenset[str]:
+        """Names of the pools that a worker copies to host memory: of equal bytes the first worker's."""
+        return frozenset(group.part(rank).name for group in self.groups if rank < len(group.parts))
+
+    def memory(self, caches: Mapping[str, Any], rank: int = 0) -> EngineMemory:
         """Return the blocks of a worker.
 
         Args:
             caches: a tensor for each layer, as vLLM registers them.
+            rank: of the worker.
 
         Raises:
             ConfigError: a block of a layer is not contiguous, or has another size than its group says.
         """
         pools = {}
-        for group in self.groups:
+        for group, pool in zip(self.groups, self.spec_of(rank).pools, strict=True):
             places = [self._place(layer, caches[layer.name]) for layer in group.layers]
             device = caches[group.layers[0].name].device
-            pools[group.pool.name] = EnginePages(
-                group.pool, self.block_size, places, self.blocks, device=device, owner=caches
+            pools[pool.name] = EnginePages(
+                pool, self.block_size, places, self.blocks, device=device, owner=caches
             )
         return EngineMemory(pools)
 
@@ -108,7 +134,9 @@ class KvGroups:
         return PagePlace(cache.data_ptr(), stride, layer.nbytes)
 
 
-def kv_groups(config: Any, *, model: str, dtype: str, layout: str | None = None) -> KvGroups:
+def kv_groups(
+    config: Any, *, model: str, dtype: str, layout: str | None = None, workers: int = 1
+) -> KvGroups:
     """Return the groups of a model.
 
     Args:
@@ -116,6 +144,7 @@ def kv_groups(config: Any, *, model: str, dtype: str, layout: str | None = None)
         model: name of the model.
         dtype: dtype of the KV cache, as the user configured it.
         layout: name of vLLM's memory order within a block; part of the identity.
+        workers: that share the model by tensor parallelism; part of the identity.
 
     Raises:
         ConfigError: a group whose blocks cannot be restored by their hashes; names it and what to do.
@@ -130,11 +159,11 @@ def kv_groups(config: Any, *, model: str, dtype: str, layout: str | None = None)
     size = _block_size(config, numbers)
     groups, first_layer = [], 0
     for number in sorted(numbers, key=lambda one: _rank(config.kv_cache_groups[one].kv_cache_spec)):
-        groups.append(_group(number, config.kv_cache_groups[number], size, first_layer))
+        groups.append(_group(number, config.kv_cache_groups[number], size, first_layer, workers))
         first_layer += len(groups[-1].layers)
     if groups[0].pool.coverage.trailing:
         raise ConfigError(f"no KV cache group has full attention, which a prefix is found by: {_USE_TIER}")
-    identity = {
+    identity: dict[str, Any] = {
         "dtype": dtype,
         "layout": layout,
         "groups": [
@@ -146,11 +175,12 @@ def kv_groups(config: Any, *, model: str, dtype: str, layout: str | None = None)
             for group in groups
         ],
     }
-    spec = ModelSpec(
-        model, size, first_layer, tuple(group.pool for group in groups), f"vllm {sorted(identity.items())!r}"
-    )
+    if workers > 1:
+        identity["workers"] = workers
+    pools = tuple(part for group in groups for part in group.parts)
+    spec = ModelSpec(model, size, first_layer, pools, f"vllm {sorted(identity.items())!r}")
     keys = size // (config.hash_block_size or size)
-    return KvGroups(spec, tuple(groups), keys, config.num_blocks)
+    return KvGroups(spec, tuple(groups), keys, config.num_blocks, workers)
 
 
 def _check_all_cacheable(config: Any, numbers: Sequence[int]) -> None:
@@ -188,7 +218,7 @@ def _layer_specs(spec: Any, names: Sequence[str]) -> dict[str, Any]:
     return dict.fromkeys(names, spec)
 
 
-def _group(number: int, group: Any, size: int, first_layer: int) -> KvGroup:
+def _group(number: int, group: Any, size: int, first_layer: int, workers: int) -> KvGroup:
     specs = _layer_specs(group.kv_cache_spec, group.layer_names)
     kinds = {type(spec).__name__ for spec in specs.values()}
     kind = kinds.pop()
@@ -210,7 +240,21 @@ def _group(number: int, group: Any, size: int, first_layer: int) -> KvGroup:
         _coverage(kind, one, size),
         per_token=kind != _STATE,
     )
-    return KvGroup(number, pool, tuple(layers), kind == _STATE)
+    return KvGroup(number, _parts(pool, workers, same=kind == _LATENT), tuple(layers), kind == _STATE)
+
+
+def _parts(pool: PoolSpec, workers: int, *, same: bool) -> tuple[PoolSpec, ...]:
+    """The pools of all workers; one, if all hold the same bytes."""
+    if workers == 1:
+        return (pool,)
+    if same:
+        return (replace(pool, replicated=True),)
+    first = replace(pool, shard=f"tp0/{workers}")
+    others = (
+        replace(pool, name=f"{pool.name}_tp{rank}", slots_of=pool.name, shard=f"tp{rank}/{workers}")
+        for rank in range(1, workers)
+    )
+    return (first, *others)
 
 
 def _coverage(kind: str, spec: Any, size: int) -> Any:
