@@ -39,7 +39,6 @@ RARE = {
     "split_forgets_who_keeps_the_window",
     "stale_marks_after_storage_was_cleared",
     "state_published_inside_a_page",
-    "storage_is_not_told_of_uses_in_memory",
     "tombstone_recovered_though_it_was_none",
     "waiter_that_gives_up_frees_the_read",
 }

@@ -315,11 +315,22 @@ def test_a_page_that_fits_beside_all_that_was_used_since_stays(used_since: int, 
         await asyncio.sleep(10 * TOLD_SECONDS)
         for other in OTHERS[:used_since]:
             recency.used(other, 100)
-        recency.evicted(key(A), key(B))
+        recency.evicted(key(A), 100)
 
     words = f"forgotten: a page of 'kv' made room, though all that was used since, {100 * used_since} bytes"
     said = judged(history)
     assert [one.startswith(words) for one in said] == [True] * wrong
+
+
+def test_a_page_that_a_full_store_evicts_is_judged() -> None:
+    async def history(store: ChaosStore, recency: RecencyOracle) -> None:
+        stored(store, key(A), *OTHERS)
+        await asyncio.sleep(10 * TOLD_SECONDS)
+        recency.restored(path(A), known)  # and the store is not told
+        await asyncio.sleep(10 * TOLD_SECONDS)
+        assert store.make_room(100)  # as an engine does before it writes
+
+    assert len(judged(history)) == 1
 
 
 def test_a_use_that_storage_could_not_know_of_counts_for_nothing() -> None:
@@ -330,7 +341,7 @@ def test_a_use_that_storage_could_not_know_of_counts_for_nothing() -> None:
             recency.used(other, 100)
         await asyncio.sleep(3 * TOLD_SECONDS)
         recency.restored(path(A), known)
-        recency.evicted(key(A), key(B))  # at once: nobody was told yet
+        recency.evicted(key(A), 100)  # at once: nobody was told yet
 
     assert judged(history) == []
 
@@ -349,7 +360,7 @@ def test_a_use_that_storage_was_told_of_counts(knows: bool, restarted: bool, wro
         await asyncio.sleep(2 * TOLD_SECONDS)
         if restarted:
             recency.restarted()
-        recency.evicted(key(A), key(B))
+        recency.evicted(key(A), 100)
 
     assert bool(judged(history)) == wrong
 
@@ -365,7 +376,7 @@ def test_what_a_cache_that_ended_had_not_told_yet_counts_for_nothing() -> None:
         await asyncio.sleep(0.5 * TOLD_SECONDS)
         recency.restarted()
         await asyncio.sleep(2 * TOLD_SECONDS)
-        recency.evicted(key(A), key(B))
+        recency.evicted(key(A), 100)
 
     assert judged(history) == []
 
@@ -376,8 +387,8 @@ def test_pages_that_nothing_can_be_restored_from_may_go() -> None:
         recency.restored(path(A, B, C, state=True), known)
         await asyncio.sleep(10 * TOLD_SECONDS)
         store.drop(key(B))
-        recency.evicted(key(C), key(D))
-        recency.evicted(key(C, "mamba"), key(D))
+        recency.evicted(key(C), 100)
+        recency.evicted(key(C, "mamba"), 100)
 
     assert judged(history) == []
 
@@ -388,7 +399,7 @@ def test_without_states_the_beginning_of_a_path_is_worth_something_by_itself() -
         recency.restored(path(A, B, C), known)
         await asyncio.sleep(10 * TOLD_SECONDS)
         store.drop(key(C))
-        recency.evicted(key(B), key(D))
+        recency.evicted(key(B), 100)
 
     assert len(judged(history)) == 1
 
@@ -402,7 +413,7 @@ def test_a_path_loses_its_end_first() -> None:
         await asyncio.sleep(10 * TOLD_SECONDS)
         for other in OTHERS[:6]:
             recency.used(other, 100)
-        recency.evicted(victim, key(D))
+        recency.evicted(victim, 100)
 
     async def beginning(store: ChaosStore, recency: RecencyOracle) -> None:
         await history(store, recency, key(A))
@@ -417,18 +428,18 @@ def test_a_path_loses_its_end_first() -> None:
 def test_nothing_is_expected_of_what_nobody_used_or_of_a_store_without_a_bound() -> None:
     async def unused(store: ChaosStore, recency: RecencyOracle) -> None:
         stored(store, key(A))
-        recency.evicted(key(A), key(B))
+        recency.evicted(key(A), 100)
 
     async def forgotten(store: ChaosStore, recency: RecencyOracle) -> None:
         stored(store, key(A))
         recency.restored(path(A), known)
         store.drop(key(A))
-        recency.evicted(key(A), key(B))
+        recency.evicted(key(A), 100)
 
     async def used(store: ChaosStore, recency: RecencyOracle) -> None:
         stored(store, key(A))
         recency.restored(path(A), known)
-        recency.evicted(key(A), key(B))
+        recency.evicted(key(A), 100)
 
     assert judged(unused) == judged(forgotten) == judged(used, capacity=None) == []
 

@@ -99,8 +99,8 @@ class RecencyOracle:
         for times in self._touched.values():
             times[:] = times[: bisect_right(times, told)]
 
-    def evicted(self, key: ObjectKey, incoming: ObjectKey) -> None:
-        """A page was evicted for another one; check that this was right."""
+    def evicted(self, key: ObjectKey, incoming_bytes: int) -> None:
+        """A page was evicted for one of `incoming_bytes`; check that this was right."""
         path, capacity = self._paths.get(key), self._store.capacity_bytes
         if path is None or capacity is None or not self._restorable(path, key):
             return
@@ -108,7 +108,7 @@ class RecencyOracle:
         since = self._told(key, told) - TOLD_SECONDS  # reports of other uses may have been this late
         size = self._sizes.get(key, 0)
         rivals = sum(self._sizes.get(other, size) for other in self._used_since(key, since))
-        if size + rivals + self._sizes.get(incoming, size) <= _ROOM * capacity:
+        if size + rivals + incoming_bytes <= _ROOM * capacity:
             self._ledger.violations.append(
                 f"forgotten: a page of {key.pool!r} made room, though all that was used since, {rivals} "
                 f"bytes, and its own {size} are less than the {capacity} that storage holds"

@@ -142,11 +142,12 @@ def draw_bounded(chance: random.Random, seed: int, model: ModelShape) -> Script:
     head, numbers = tuple(range(chance.randrange(2, 9) * size)), count(5000)
     own = chance.randrange(2, 6)
     fit = chance.randrange(3, 7)
+    durable, wait = chance.choice([0.8, 0.2, 0.0]), chance.choice([1.0, 2.0])
     turns: list[ClientTurn] = []
     for number in range(max(chance.randrange(3 * fit, 5 * fit), 17)):
         tail = tuple(next(numbers) for _ in range(own * size))
-        wait = TOLD_SECONDS * chance.uniform(0.6, 1.5) if chance.random() < 0.5 else 0.001
-        turns.append(_turn((*head, *tail, 0), durable=chance.random() < 0.8, wait=round(wait, 3)))
+        rest = wait * TOLD_SECONDS * chance.uniform(0.6, 1.5) if chance.random() < 0.5 else 0.001
+        turns.append(_turn((*head, *tail, 0), durable=chance.random() < durable, wait=round(rest, 3)))
         if number and chance.random() < 0.2:
             turns.append(_again(chance.choice(turns[-3:])))
     pages = len(head) // size + fit * (own + 1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from asynchicache.backends.memory import MemoryStore
 from asynchicache.hashing import ObjectKey
@@ -20,8 +20,8 @@ class StoreObserver(Protocol):
         """A page was written or read."""
         ...
 
-    def evicted(self, key: ObjectKey, incoming: ObjectKey) -> None:
-        """A page was evicted to make room for another one."""
+    def evicted(self, key: ObjectKey, incoming_bytes: int) -> None:
+        """A page was evicted to make room for one of `incoming_bytes`."""
         ...
 
     def forgot(self, key: ObjectKey) -> None:
@@ -51,24 +51,28 @@ class ChaosStore(MemoryStore):
         finally:
             self._watchers.remove(gone)
 
-    def write(self, key: ObjectKey, header: bytes, page: bytes, *more: Any, **named: Any) -> bool:
+    def make_room(self, nbytes: int, keep: Collection[ObjectKey] = frozenset(), kept_bytes: int = 0) -> bool:
         before = list(self) if self.capacity_bytes is not None else []
         self._making_room = True
         try:
-            written = super().write(key, header, page, *more, **named)
+            made = super().make_room(nbytes, keep, kept_bytes)
         finally:
             self._making_room = False
+        for key in before if len(before) > len(self) else ():
+            if key not in self:
+                self._went(key, incoming_bytes=nbytes)
+        return made
+
+    def write(self, key: ObjectKey, header: bytes, page: bytes) -> bool:
+        written = super().write(key, header, page)
         if self.keeper is not None and written:
             self.keeper.used(key, len(page))
-        for other in before if len(before) >= len(self) else ():
-            if other not in self:
-                self._went(other, by=key)
         return written
 
     def drop(self, key: ObjectKey) -> bool:
         dropped = super().drop(key)
         if dropped and not self._making_room:
-            self._went(key, by=None)
+            self._went(key, incoming_bytes=None)
         return dropped
 
     def forget(self, keys: Sequence[ObjectKey]) -> None:
@@ -76,11 +80,11 @@ class ChaosStore(MemoryStore):
         for key in keys:
             self.drop(key)
 
-    def _went(self, key: ObjectKey, *, by: ObjectKey | None) -> None:
+    def _went(self, key: ObjectKey, *, incoming_bytes: int | None) -> None:
         for watcher in self._watchers:
             watcher(key.digest, key.pool)
         if self.keeper is not None:
-            if by is not None:
-                self.keeper.evicted(key, by)
+            if incoming_bytes is not None:
+                self.keeper.evicted(key, incoming_bytes)
             else:
                 self.keeper.forgot(key)
