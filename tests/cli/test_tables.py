@@ -38,6 +38,13 @@ RUN: dict[tuple[str, ...], dict[str, object]] = {
     ("bench", "stall"): {"page_bytes": 4096, "pages": 8},
     ("bench", "transfer"): {"row_mib": 1, "rounds": 1},
     ("bench", "overlap"): {"layers": 2, "layer_mib": 1, "rounds": 1},
+    ("bench", "ranks"): {
+        "ranks": 2,
+        "conversations": 2,
+        "request_length": 128,
+        "decode_steps": 1,
+        "collectives": 2,
+    },
     ("bench", "storage"): {"page_bytes": 4096, "pages": 8, "rounds": 1, "through_controller": True},
     ("replay",): {"trace": str(TRACE), "pools": "kv,mamba", "capacity_share": "0.3", "host_share": "0.5"},
     ("chaos",): {"seeds": 1, "jobs": 1},

@@ -11,6 +11,7 @@ from asynchicache.errors import ConfigError
 
 if TYPE_CHECKING:
     from asynchicache.bench import options as flags
+    from asynchicache.bench.ranks.options import RanksOptions
     from asynchicache.bench.replay.options import ReplayOptions
     from asynchicache.bench.report import BenchReport
     from asynchicache.bench.soak.options import SoakOptions
@@ -85,6 +86,14 @@ def overlap(options: flags.OverlapOptions, output: Output) -> CommandResult:
 
     with output.bar("shares") as advance:
         report = asyncio.run(run_overlap(options, advance))
+    return _result(report)
+
+
+def ranks(options: RanksOptions, output: Output) -> CommandResult:
+    from asynchicache.bench.ranks.run import run_ranks
+
+    with output.bar("requests") as advance:
+        report = asyncio.run(run_ranks(options, advance))
     return _result(report)
 
 

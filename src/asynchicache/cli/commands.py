@@ -104,6 +104,13 @@ COMMANDS: tuple[Command, ...] = (
         f"{_BENCH}.overlap",
     ),
     Command(
+        ("bench", "ranks"),
+        "a leader and followers as processes: what a group adds to a step, beside a collective",
+        f"{_BENCH}.ranks.options:RanksOptions",
+        f"{_CLI}.benches:ranks",
+        f"{_BENCH}.ranks.run",
+    ),
+    Command(
         ("bench", "storage"),
         "pages to a storage engine and back, beside the plainest client of the same medium",
         f"{_BENCH}.storage.options:StorageBenchOptions",

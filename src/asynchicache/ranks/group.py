@@ -64,6 +64,8 @@ class GroupTransfers:
         if operation.empty or self._leader.failure is not None:
             return self._here.submit(operation, after=after, reads=reads, done=done, on_wait=on_wait)
         joint = _JointCopy(done)
+        # The log is sent before the copies of this rank start: a thread that runs them would hold it up.
+        self._leader.wake()
         ticket = self._here.submit(operation, after=after, reads=reads, done=joint.ended, on_wait=on_wait)
         self._elsewhere[joint] = operation
 

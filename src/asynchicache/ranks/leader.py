@@ -70,6 +70,7 @@ class RankLeader:
         on_failure: called once with `failure`.
         wake: called when there are bytes to `take`.
         step: the last step that was marked.
+        log_bytes: bytes of the log so far; each follower gets all of them.
     """
 
     def __init__(self, ranks: Sequence[int], incarnation: int, now: Callable[[], float]) -> None:
@@ -83,6 +84,7 @@ class RankLeader:
         self.on_failure: Callable[[RankError], object] = lambda error: None
         self.wake: Callable[[], object] = lambda: None
         self.step = 0
+        self.log_bytes = 0
         self.ranks = tuple(ranks)
         self._now = now
         self._log: FrameWriter[Entry] = FrameWriter(incarnation)
@@ -97,7 +99,9 @@ class RankLeader:
 
     def take(self) -> bytes:
         """Log entries since the last call, to be sent to every follower."""
-        return self._log.take()
+        data = self._log.take()
+        self.log_bytes += len(data)
+        return data
 
     def feed(self, rank: int, data: bytes) -> None:
         """Take bytes that a follower sent. What does not fit fails the group; it does not raise."""
