@@ -16,6 +16,7 @@ PAIRS = {
     "decode_cpu": "its CPU",
     "prefill": "prefill step",
     "prefill_cpu": "its CPU",
+    "landed": "until its copies have ended",
     "request_cpu": "CPU of a request",
 }
 """What is measured with a group and with one rank, and its name for people."""
@@ -60,7 +61,8 @@ class RanksReport:
         decode: a step that loads nothing: `mark`, and the send.
         prefill: a step that loads a conversation's past: `load`, `mark`, and the send.
         decode_cpu, prefill_cpu: of these, processor time of the loop's thread.
-        request_cpu: the same of a whole request, decode steps included.
+        landed: from `load` until its copies have ended, on all ranks.
+        request_cpu: processor time of the loop's thread for a whole request, decode steps included.
         question, load, publish: from an entry of the log to the last rank's answer. `question`: what storage
             has. `load`: the copy of a step. `publish`: backups and storage writes of a request's new pages.
         log_bytes: bytes of the log for each request.
@@ -76,6 +78,7 @@ class RanksReport:
     prefill: Pair
     decode_cpu: Pair
     prefill_cpu: Pair
+    landed: Pair
     request_cpu: Pair
     question: Spread
     load: Spread

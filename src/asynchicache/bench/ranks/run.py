@@ -49,6 +49,7 @@ class _Times:
     decode_cpu: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
     prefill_cpu: list[float] = field(default_factory=list)
+    landed: list[float] = field(default_factory=list)
     request_cpu: list[float] = field(default_factory=list)
     question: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
@@ -71,8 +72,10 @@ class _Leader:
         async with self._cache.request(tokens) as request:
             await request.prefetch()
             self._answered(self.times.question)
+            loading = time.perf_counter()
             await self._prefill(request)
             await self._cache.drain()
+            self.times.landed.append(time.perf_counter() - loading)
             self._answered(self.times.load)
             self.times.hit_tokens += request.hit.tokens
             await request.reserve(len(tokens) - request.hit.tokens)
