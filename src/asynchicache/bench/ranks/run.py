@@ -41,7 +41,7 @@ def _clocks(wall: list[float], cpu: list[float]) -> Iterator[None]:
     wall.append(time.perf_counter() - started)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Times:
     """What was measured of a cache, in seconds; `_cpu`: of processor time of the loop's thread."""
 
