@@ -4,7 +4,9 @@
 PYTHON  ?= python3
 VENV    ?= .venv
 BIN     := $(VENV)/bin
-STAMP   := $(VENV)/.installed
+SMALL   := $(VENV)/.installed-demo,serve
+TEST    := $(VENV)/.installed-test
+DEV     := $(VENV)/.installed-dev
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
 BENCHES ?= multiturn shared-prefix tree stall transfer overlap
 WORKERS ?= 2
@@ -12,34 +14,41 @@ ARGS    ?=
 DOCS_TOOLS := "mkdocs-material>=9.6,<10" "mkdocs>=1.6,<2"  # the extra `docs`
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engines demo test coverage mutants house check lint types floors wheel soak gpu bench conformance engines-e2e clean
+.PHONY: help setup dev docs engines demo test coverage mutants house check lint types floors wheel soak gpu bench conformance engines-e2e clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 15
 
-setup: $(STAMP)  ## make .venv and install the package, editable, with its tools (needs Python 3.11)
+setup: $(SMALL)  ## make .venv and install the package, editable, with what the demo and the server need (Python 3.11)
+
+dev: $(DEV)  ## the same, and what the tests and the checks need
 
 # Torch goes first: once a build of the pinned version is there, nothing that follows replaces it.
-$(STAMP): pyproject.toml constraints.txt
+$(VENV)/.installed-torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11")'
-	@echo "installing into $(VENV), this takes a minute or more"
+	@echo "installing torch into $(VENV), this takes a minute or more"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt torch
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# What stands behind the hyphen are extras of pyproject.toml.
+$(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml
+	@echo "installing .[$*] into $(VENV)"
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
 engines:  ## install servers that tests of storage engines run (apt as root, pip, npm); they skip without
 	scripts/install_engines.sh
 
-demo: $(STAMP)  ## a hybrid model served with and without the cache, and a report
+demo: $(SMALL)  ## a hybrid model served with and without the cache, and a report
 	$(BIN)/asynchicache demo $(ARGS)
 
 # Two processes, whatever the machine: tests start servers and read clocks. WORKERS=0 runs them in one, for a debugger.
-test: $(STAMP)  ## the tests, without those marked soak or gpu
+test: $(TEST)  ## the tests, without those marked soak or gpu
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 # What decides is pure, so the tests of its own rooms are to reach all of it. COVERAGE_FILE keeps it apart from other runs.
-coverage: $(STAMP)  ## lines and branches of the code that decides: 98 of 100 at least
+coverage: $(TEST)  ## lines and branches of the code that decides: 98 of 100 at least
 	mkdir -p build
 	COVERAGE_FILE=build/.coverage $(BIN)/python -m pytest tests/tree tests/hashing tests/planner tests/controller \
 	    tests/storage/test_hits.py tests/transfer/test_plan.py -q --cov asynchicache --cov-branch --cov-report= $(ARGS)
@@ -47,28 +56,28 @@ coverage: $(STAMP)  ## lines and branches of the code that decides: 98 of 100 at
 	    '*/tree/*,*/hashing.py,*/storage/hits.py,*/transfer/plan.py,*/planner/*'
 
 # The tests run in a process of their own for each mutant, one after another: 100 take about 15 minutes.
-mutants: $(STAMP)  ## plant small mistakes that the tests are to find; ARGS="--count 20 --seed 7 --room tree"
+mutants: $(TEST)  ## plant small mistakes that the tests are to find; ARGS="--count 20 --seed 7 --room tree"
 	$(BIN)/python scripts/mutants.py $(ARGS)
 
-house: $(STAMP)  ## size and shape of the source, counted; ARGS="--details" or "--root OTHER_CHECKOUT"
+house: $(TEST)  ## size and shape of the source, counted; ARGS="--details" or "--root OTHER_CHECKOUT"
 	$(BIN)/python scripts/house.py $(ARGS)
 
 check: lint types floors wheel  ## lint, format, types, floors, and what the wheel holds
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP)
+types: $(DEV)
 	$(BIN)/mypy -p asynchicache
 	$(BIN)/mypy tests/typing/api.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-floors: $(STAMP)
+floors: $(DEV)
 	$(BIN)/lint-imports --no-logo --no-cache
 
 # Two packages are links in the source tree; a checkout that lost them would build a wheel without them.
-wheel: $(STAMP)
+wheel: $(DEV)
 	rm -rf build
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
 	$(BIN)/python -m zipfile --list build/wheel/*.whl > build/wheel/contents
@@ -76,10 +85,10 @@ wheel: $(STAMP)
 	    grep --quiet "^asynchicache/$$file " build/wheel/contents || { echo "the wheel lacks $$file"; exit 1; }; \
 	done
 
-soak: $(STAMP)  ## the long tests, with fresh random seeds
+soak: $(TEST)  ## the long tests, with fresh random seeds
 	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3900 $(ARGS)
 
-# No setup: a GPU machine has its own torch and triton, unless `make setup` ran there. requirements-gpu.txt is all else.
+# No setup: a GPU machine has its own torch and triton, unless `make dev` ran there. requirements-gpu.txt is all else.
 gpu:  ## tests and benches on an NVIDIA GPU, and a report; says so where there is none
 	PYTHONPATH=src:$${PYTHONPATH} $(firstword $(wildcard $(BIN)/python) $(PYTHON)) scripts/gpu_report.py $(ARGS)
 
@@ -105,7 +114,7 @@ build/docs-env/.installed: pyproject.toml
 release-check:  ## build sdist and wheel, and install and use them in clean environments of Python 3.11 to 3.13
 	$(PYTHON) scripts/release_check.py $(ARGS)
 
-bench: $(STAMP)  ## the benchmarks; BENCHES="tree stall" picks some
+bench: $(TEST)  ## the benchmarks; BENCHES="tree stall" picks some
 	for name in $(BENCHES); do $(BIN)/asynchicache bench $$name $(ARGS) || exit; done
 
 clean:  ## remove what was made here, but for .venv

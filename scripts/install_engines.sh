@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs what tests need beside `make setup`: servers of storage engines, libraries that clients link to, and
+# Installs what tests need beside `make dev`: servers of storage engines, libraries that clients link to, and
 # a browser. Needs root and apt; elsewhere it says what to install. What pip and npm install goes into the
-# environment of `make setup`. Doing it twice is harmless.
+# environment of `make setup` and `make dev`. Doing it twice is harmless.
 set -euo pipefail
 
 packages=(
