@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -268,6 +269,24 @@ def test_blocks_that_were_unmapped_in_sleep_are_filled_after_it(open_player: Ope
         worker.restore()
 
     assert serve(player, "b", first=20) == 4 * SIZE
+
+
+def test_a_step_does_not_wait_for_lookups_of_others(open_player: Open) -> None:
+    player, held = open_player(), threading.Event()
+
+    async def hold() -> None:
+        held.wait()
+
+    player.scheduler._bridge.submit(hold())
+    call = described("a", 4)
+    player.play(call | {"call": "new_request"})
+    assert player.scheduler.matched(player.request(call), 0) == (None, False)
+    player.scheduler.step(idle_step())
+    waits = player.scheduler._taking
+    held.set()
+
+    assert waits is None
+    player.play(call | {"call": "request_finished", "tables": [[], [], []]})
 
 
 def test_hits_are_split_by_the_tier_they_came_from(open_player: Open) -> None:

@@ -73,8 +73,10 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
         "weight_version": "w1",
     }
     theirs = {"type": "fs", "root_dir": str(folder / "fs")}
+    buffered = {"path": str(folder / "buffered"), "direct": False}
     return {
         "connector": connector(folder / "connector", host_bytes=HOST_BYTES),
+        "connector, page cache": connector(folder, host_bytes=HOST_BYTES, storage_options=buffered),
         "AsynchicacheTier": tiering(ours, ("CpuTieringSpec", "cpu_tiering")),
         "vLLM fs tier": tiering(theirs, ("OnHost", "cpu_tiering")),
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Engine, cached, prompts, tokens
+from running import GATED_DELTA_NETS, Engine, cached, prompts, tokens
 from vllm.v1.core.sched.scheduler import Scheduler
 
 PROMPTS = prompts(2, 700)
@@ -51,18 +51,17 @@ def test_a_restart_finds_what_was_computed_and_answers_the_same(
     model: Callable[[str], Path], tmp_path: Path, name: str, blocks: list[int]
 ) -> None:
     """Hits are as long as those of vLLM's own prefix cache: all full blocks but that of the last token."""
-    with Engine(model(name)) as plain:
-        computed = plain.ask_in_turn(PROMPTS)
-        local = plain.ask_in_turn(PROMPTS)
     with Engine(model(name), tiering(tmp_path)) as first:
-        cold = first.ask_in_turn(PROMPTS)
+        computed = first.ask_in_turn(PROMPTS)
+        local = first.ask_in_turn(PROMPTS)
     with Engine(model(name), tiering(tmp_path)) as second:
         warm = second.ask_in_turn(PROMPTS)
 
-    assert cached(cold) == [0, 0]
+    assert cached(computed) == [0, 0]
     assert cached(warm) == cached(local) == blocks
-    assert tokens(cold) == tokens(computed)
     assert tokens(warm) == tokens(local)
+    if name not in GATED_DELTA_NETS:  # in bfloat16 a hit rounds otherwise
+        assert tokens(local) == tokens(computed)
 
 
 def test_only_what_a_block_holds_is_stored(model: Callable[[str], Path], tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ class ConnectorScheduler:
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._taking: Job[TakenOrders] | None = None
+        self._ordering = 0  # jobs that have not ended, and may order copies
+        self._counted = False  # whether a lookup has ended since statistics were taken
         self._bridge = LoopBridge(name="asynchicache-vllm")
         try:
             self._cache = self._bridge.call(ConnectorCache.open(groups, config))
@@ -142,6 +144,7 @@ class ConnectorScheduler:
         if tracked.lookup is not job:
             return  # the request has ended, and has left the cache
         tracked.lookup = None
+        self._counted = True
         if job.state is JobState.DONE:
             tracked.hit = job.result()
         else:
@@ -272,7 +275,9 @@ class ConnectorScheduler:
     # Orders.
 
     def _take_orders(self, step: StepOrders) -> None:
-        if self._taking is None and (self._bridge.pending or self._loads):
+        # Not for lookups alone: requests that run would wait for the loop, which reads pages for others.
+        if self._taking is None and (self._ordering or self._loads or self._counted):
+            self._counted = False
             self._taking = self._submit(self._cache.take(), None, queued=False)
         if self._taking is not None and self._taking.wait(_LOOP_S):
             job, self._taking = self._taking, None
@@ -295,13 +300,18 @@ class ConnectorScheduler:
     def _submit(self, coro: Coroutine[Any, Any, Any], tag: object, *, queued: bool = True) -> Job[Any] | None:
         """Start a job; None if the bridge is closed: then nothing is loaded or kept any more."""
         try:
-            return self._bridge.submit(coro, tag=tag, queued=queued)
+            job = self._bridge.submit(coro, tag=tag, queued=queued)
         except ClosedError as error:
             logger.warning("the cache is not used: %s", error)
             return None
+        self._ordering += isinstance(tag, _LoadJob | _BackupJob)
+        return job
 
     def _poll(self) -> None:
         for job in self._bridge.finished():
+            if isinstance(job.tag, _LoadJob | _BackupJob):
+                self._ordering -= 1
+                self._counted = True
             if isinstance(job.tag, _LookUpJob):
                 self._found(job.tag.tracked, job)
             elif isinstance(job.tag, _LoadJob):
