@@ -727,6 +727,7 @@ def _planner(
         checkpoints=CheckpointPolicy.parse(config.checkpoints),
         engine_pages=pages,
         page_keys=config.page_keys,
+        tails=config.tails and config.ranks == 1,
     )
 
 

@@ -153,7 +153,7 @@ class VirtualRunner:
         request = self._planner.open(array("q", history.tokens), b"")
         self._cache.prefetch(request)
         self._cache.carry_out(self._planner.loads.load(request))
-        hit = request.hit_pages * self._page_size
+        hit = request.hit_tokens(self._page_size)
         verified, wrong = self._check(request, history.digests)
         cuts = {*self._planner.cuts(request), *marks, length}
         history.extend(output)

@@ -87,7 +87,7 @@ class HybridCacheController:
 
     def count_served(self, request: RequestState) -> None:
         """Count a request whose prefix is loaded."""
-        prompt, hit = request.prompt, request.hit_pages * self.planner.state.page_size
+        prompt, hit = request.prompt, request.hit_tokens(self.planner.state.page_size)
         reason = self.planner.reason(request)
         self.hits.count(prompt, hit, request.tier, reason, self.planner.limiting_pool(request))
         self.hits.hit_slots.update(request.sources)

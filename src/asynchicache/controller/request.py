@@ -27,7 +27,8 @@ class Hit:
     """The prefix that a request need not compute.
 
     Attributes:
-        tokens: length of the restored prefix, in whole pages; at least one token less than the prompt.
+        tokens: length of the restored prefix, at least one token less than the prompt; whole pages, unless
+            the option `tails` lets it end inside one.
         by_tier: the same tokens, under the farthest tier that any pool of the prefix came from.
         reason: why the hit is not longer; NONE if it covers the whole prompt but its last page.
         full_tokens: how far attention pages alone would have reached.
@@ -216,12 +217,12 @@ class Request:
         """The hit: an estimate before `load`, exact after it."""
         state = self._open()
         size = self._planner.state.page_size
-        pages = state.hit_pages if state.loaded else state.matched_pages
-        full = max(pages, state.branching_pages or 0) * size
+        tokens = state.hit_tokens(size)
+        full = max(tokens, (state.branching_pages or 0) * size)
         tier = state.tier if state.loaded else self._planner.loads.tier(state)
-        by_tier = {tier: pages * size} if pages else {}
+        by_tier = {tier: tokens} if tokens else {}
         held_back = self._planner.hit_advice(state)
-        return Hit(pages * size, by_tier, self._planner.reason(state), full, *held_back)
+        return Hit(tokens, by_tier, self._planner.reason(state), full, *held_back)
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -540,6 +541,10 @@ class Request:
         The state is the snapshot taken at `length`; else the working state, if `length` is a whole number
         of pages. Nothing is published after a device failure.
 
+        With the option `tails`, the page that `length` ends in is published too: a copy of it, as the
+        request goes on to fill it, or, if `final`, the page itself, with the working state. So the ticket
+        may be that of a page's copy.
+
         If an engine owns the device memory, what the host lacks is copied there from the pages that the
         engine names, and published when it has arrived; storage follows by the write policy. The engine keeps
         the pages as they are until the ticket is done.
@@ -680,6 +685,6 @@ class Request:
         if state is None:
             return "closed" if self._closed else "not entered"
         if state.loaded:
-            restored = f"{state.hit_pages * self._planner.state.page_size} restored"
+            restored = f"{state.hit_tokens(self._planner.state.page_size)} restored"
             return f"finished, {restored}" if state.finished else f"loaded, {restored}"
         return "resting" if state.resting else f"matched, {self.hit.tokens} to restore"

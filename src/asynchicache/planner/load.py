@@ -1,4 +1,7 @@
-"""Plans loads to the device: the matched prefix, its windows, and the request's own working states. Pure."""
+"""Plans loads to the device: the matched prefix, its windows, and the request's own working states. Pure.
+
+A prefix that ends inside a page is loaded like a state: the page is copied, and the request fills its copy.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from asynchicache.planner.actions import Copy
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.planner.windows import WindowPlanner
-from asynchicache.tree import copies
+from asynchicache.tree import copies, tails
 from asynchicache.tree.copies import CopyRequest
 from asynchicache.tree.node import (
     ABSENT,
@@ -23,6 +26,7 @@ from asynchicache.tree.node import (
     place_of,
 )
 from asynchicache.tree.radix_tree import device_end
+from asynchicache.tree.tails import Tail
 from asynchicache.types import Direction, MissReason, Tier
 
 
@@ -41,6 +45,7 @@ class LoadPlanner:
         """Serve a request without the cache, e.g. after a device failure: one empty copy."""
         request.loaded = True
         request.generation = self._tree.generation
+        self.drop_tail(request)
         self._shorten(request, self._tree.root(request.seed))
         self._windows.start(request, request.lease.node)
         request.reason = reason
@@ -56,19 +61,66 @@ class LoadPlanner:
         node = request.lease.node
         wanted = copies.missing_on_device(self._tree, node)
         self._keep_on_device(request, device_end(node))  # another request may have loaded it since the match
+        self.keep_tail(request)  # and more of it may be there
         has_states = self.take_states(request)
         if not has_states:
+            self.drop_tail(request)
             node, wanted = self._shorten(request, self._tree.root(request.seed)), []
-        elif self._state.make_room_for_all(by_place(wanted)) is not None:
+        elif not self._make_room(request, wanted):
+            self.drop_tail(request)
             node, wanted = self._shorten(request, self._on_device(node)), []
         request.tier = self.tier(request, node)
         self._count_sources(request, node, wanted)
         plan = self._load_copies(request, node, wanted)
         request.hit_pages = request.borrowed = node.end
-        request.pages = _path_slots(node)
+        request.pages[:0] = _path_slots(node)  # before that of the tail
         self._windows.start(request, node)
-        request.reserved = node.end * self._state.page_size
+        request.reserved = request.hit_tokens(self._state.page_size)
+        self._let_go(request)
         return plan
+
+    def keep_tail(self, request: RequestState) -> None:
+        """Find where the prefix goes on inside a page, and keep that page with the lease.
+
+        A request that needs all of the device gets none: while its page is copied, there are two of it.
+        """
+        self.drop_tail(request)
+        lease = request.lease
+        if -(-len(request.tokens) // self._state.page_size) >= self._state.free[FULL_DEVICE].capacity:
+            return
+        tail = tails.find(self._tree, lease.node, request.tokens, len(request.tokens) - 1)
+        if tail is None:
+            return
+        request.tail, request.tail_tokens = tail, tail.tokens
+        if tail.tokens == tail.node.tail:
+            request.passed = tail.node
+        tails.use(self._tree, tail, lease.credit)
+        for node, place in tails.pins(self._tree, tail):
+            self._tree.pin_for(lease.pinned, node, place)
+
+    def _let_go(self, request: RequestState) -> None:
+        """The lease needs the page of a tail no more: its copy keeps it until it has ended."""
+        pinned = request.lease.pinned
+        for index in reversed(range(len(pinned) if request.tail is not None else 0)):
+            if request.tail is not None and pinned[index][0] is request.tail.node:
+                self._tree.unpin_for(pinned, index)
+
+    @staticmethod
+    def drop_tail(request: RequestState) -> None:
+        """Let the prefix end with a page."""
+        request.tail, request.tail_tokens = None, 0
+
+    def _make_room(self, request: RequestState, wanted: list[CopyRequest]) -> bool:
+        """Free device slots for what a prefix needs, and for the page of its tail if possible."""
+        counts = by_place(wanted)
+        if request.tail is not None:
+            with_tail = counts | {FULL_DEVICE: counts.get(FULL_DEVICE, 0) + 1}
+            if self._state.make_room_for_all(with_tail) is None:
+                return True
+            self.drop_tail(request)
+        if not self._tree.restorable(request.lease.node):  # its states were those of the tail
+            return False
+        return self._state.make_room_for_all(counts) is None
 
     def _on_device(self, node: Node) -> Node:
         """The longest restorable prefix of the path to `node` whose pages and windows are on the device."""
@@ -92,27 +144,38 @@ class LoadPlanner:
     def tier(self, request: RequestState, node: Node | None = None) -> Tier:
         """The farthest tier that any pool of the prefix comes from."""
         node = node or request.lease.node
-        if node.parent is None:
+        if node.parent is None and request.tail is None:
             return Tier.DEVICE
         if request.prefetched and request.reason is not MissReason.DEVICE_CAPACITY:
             return Tier.STORAGE
         pages = Tier.HOST if node.residency[FULL_DEVICE] == ABSENT else Tier.DEVICE
+        if request.tail is not None:
+            return max(pages, tails.tier(self._tree, request.tail))
         return max([pages, *(component.tier(node) or Tier.DEVICE for component in self._tree.components)])
 
     def _count_sources(self, request: RequestState, node: Node, wanted: list[CopyRequest]) -> None:
         """Count by tier the pages and states of the prefix that ends at `node`, before copies move them."""
-        if node.parent is None:
+        end = self._end(request, node)
+        if end.parent is None:
             return
         host: Counter[int] = Counter()
         for want in wanted:
             host[want.component_id] += want.size
-        self._count(request, FULL, node.end, host[FULL])
+        tail = request.tail
+        if tail is not None:
+            host[FULL] += tails.place(tail.node) != FULL_DEVICE
+        self._count(request, FULL, node.end + (tail is not None), host[FULL])
         for component in self._tree.components:
             if component.paged:
                 pages = sum(part.pages for part in component.needs(node))
                 self._count(request, component.id, pages, host[component.id])
             else:
-                self._count(request, component.id, 1, int(component.nearest(node) is Tier.HOST))
+                self._count(request, component.id, 1, int(component.nearest(end) is Tier.HOST))
+
+    @staticmethod
+    def _end(request: RequestState, node: Node) -> Node:
+        """The node with the states of a prefix whose whole pages end at `node`."""
+        return node if request.tail is None else request.tail.node
 
     def _count(self, request: RequestState, component_id: int, slots: int, host: int) -> None:
         """Count `slots` of a component. `host` of them are only on the host; the last of those came from the
@@ -140,14 +203,26 @@ class LoadPlanner:
                 want.component_id, want.node.slots_at(place_of(want.component_id, Tier.HOST)), slots
             )
         fork = Copy(Direction.FORK, [], copies.TierCopy(Tier.DEVICE))
-        for component_id, slot in request.states.items() if node.parent is not None else ():
-            self._load_state(node, component_id, slot, load, fork)
+        end = self._end(request, node)
+        for component_id, slot in request.states.items() if end.parent is not None else ():
+            self._load_state(end, component_id, slot, load, fork)
             reads.append((state.names[component_id], [slot]))
+        if request.tail is not None:
+            self._load_tail(request, request.tail, load, fork)
+            reads.append((state.names[FULL], list(request.pages)))
         self._keep_on_device(request, node)
         if not fork.transfers:
             return [load.serve(request)]
         state.tier_copies.append(fork.tier_copy)
         return [fork.serve(request), load.serve(request)]
+
+    def _load_tail(self, request: RequestState, tail: Tail, load: Copy, fork: Copy) -> None:
+        """Add a copy of the page of a tail into a page of the request's own, which it goes on to fill."""
+        place = tails.place(tail.node)
+        copy = fork if place == FULL_DEVICE else load
+        request.pages = self._state.free[FULL_DEVICE].allocate(1)
+        copy.transfers += self._state.transfers(FULL, tail.node.slots_at(place)[:1], list(request.pages))
+        copies.keep(self._tree, copy.tier_copy, [(tail.node, place)])
 
     def _load_state(self, node: Node, component_id: int, slot: int, load: Copy, fork: Copy) -> None:
         """Add a copy of one state at `node` into the request's own slot, and pin its source."""

@@ -22,9 +22,10 @@ from asynchicache.planner.load import LoadPlanner, by_place
 from asynchicache.planner.options import CLEAN_SHARE, WRITE_POLICY
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
+from asynchicache.planner.tail_ends import TailPlanner
 from asynchicache.planner.windows import WindowPlanner
 from asynchicache.specs import ModelSpec
-from asynchicache.tree import copies
+from asynchicache.tree import copies, tails
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Node, SlotPlace, place_of
 from asynchicache.tree.policies import EVICTION
 from asynchicache.tree.radix_tree import Match
@@ -41,6 +42,7 @@ class Planner:
         fetches, backups: plan reads from storage, and copies down to host and storage.
         checkpoints: the lengths at which to keep states.
         windows: the pages of sliding windows that requests hold.
+        ends: publishes ends inside a page.
         activity: the work in flight, by when it began.
         hints: the pages that hints favour.
     """
@@ -57,6 +59,7 @@ class Planner:
         engine_pages: Mapping[str, int] | None = None,
         page_keys: bool = False,
         memory: Mapping[Tier, int] | None = None,
+        tails: bool = False,
     ) -> None:
         """
         Args:
@@ -69,6 +72,7 @@ class Planner:
             engine_pages: device pages by pool, if an engine owns them (`CacheState`).
             page_keys: prefixes are page keys, not tokens.
             memory: bytes of the tiers whose memory all pools share.
+            tails: prefixes may end inside a page (`CacheState`).
         """
         checkpoints.check(spec.page_size)
         self.checkpoints = checkpoints
@@ -80,12 +84,14 @@ class Planner:
             engine_pages=engine_pages,
             page_keys=page_keys,
             memory=memory,
+            tails=tails,
         )
         self.activity = Activity()
         self.backups = BackupPlanner(self.state, self.activity, clean_share=clean_share)
         self.fetches = FetchPlanner(self.state, self.backups)
         self._tree = self.state.tree
         self.windows = WindowPlanner(self.state)
+        self.ends = TailPlanner(self.state)
         self.loads = LoadPlanner(self.state, self.windows)
         self.engine = EnginePlanner(self.state, self.backups)
         self._states = [component.id for component in self._tree.components if not component.paged]
@@ -121,6 +127,7 @@ class Planner:
         request = RequestState(tokens, seed, lease, match, held_back, prompt=prompt, transient=hint.transient)
         request.generation = self._tree.generation
         self.state.requests.add(request)
+        self.loads.keep_tail(request)
         return request
 
     def reopen(self, before: RequestState) -> RequestState:
@@ -157,7 +164,8 @@ class Planner:
             )
 
     def _match(self, tokens: array[int], seed: bytes) -> Match:
-        return self._tree.match(tokens, seed, limit=(len(tokens) - 1) // self._tree.page_size)
+        match = self._tree.match(tokens, seed, limit=(len(tokens) - 1) // self._tree.page_size)
+        return tails.reach(self._tree, match, tokens, len(tokens) - 1)
 
     def rematch(self, request: RequestState, *, fetched: bool = True) -> None:
         """Match again, and pin the new prefix before releasing the old one.
@@ -173,6 +181,7 @@ class Planner:
         request.lease = self._tree.pin(match, before.credit)
         request.generation = self._tree.generation
         request.resting = False
+        self.loads.keep_tail(request)
         before.close()
 
     def rest(self, request: RequestState) -> None:
@@ -180,6 +189,7 @@ class Planner:
         before, root = request.lease, self._tree.root(request.seed)
         request.lease = self._tree.lease(root, before.credit)
         request.resting = True
+        self.loads.drop_tail(request)
         before.close()
 
     def count_hit(self, request: RequestState) -> list[Copy]:
@@ -188,6 +198,9 @@ class Planner:
         if not selective:
             return []
         path = self._tree.count_hit(request.lease.node)
+        if request.tail is not None and request.tail.node.tail:
+            request.tail.node.hits += 1
+            path.append(request.tail.node)
         due = [node for node in path if self.backups.due(node)]
         return self.backups.backup(due[-1]) if due else []
 
@@ -291,6 +304,8 @@ class Planner:
         """
         node = request.lease.node
         missing = by_place(copies.missing_on_device(self._tree, node))
+        if request.tail is not None:
+            missing[FULL_DEVICE] = missing.get(FULL_DEVICE, 0) + 1
         kept = self.loads.on_device(node)  # others may have loaded it since the match, and released it
         self.state.pin(kept)
         try:
@@ -344,11 +359,12 @@ class Planner:
         return True
 
     def publish(self, request: RequestState, length: int, *, final: bool = False) -> list[Copy]:
-        """Insert the whole pages up to `length` tokens into the tree, and a state if there is one.
+        """Insert the whole pages up to `length` tokens into the tree, and a state if there is one; with
+        tails, also the page that ends there.
 
         The state is the snapshot taken at that length; else the working state, if `length` is a whole number
-        of pages. The caller guarantees that a forward ended there. `final`: the request computes nothing
-        more, so the tree takes the working state itself, without a copy or another slot.
+        of pages, or final and a tail. The caller guarantees that a forward ended there. `final`: the request
+        computes nothing more, so the tree takes the working state itself, without a copy or another slot.
         """
         if request.generation != self._tree.generation:
             request.unpublished = True  # its pages are of other weights than those served now
@@ -377,9 +393,20 @@ class Planner:
         else:
             copy = self._publish_states(request, result.node, length)
         request.resumable = self._tree.restorable(result.node)
-        if copy is not None:
-            return [copy]
-        return self.backups.backup(result.node) if self.backups.due(result.node) else []
+        forks = [] if copy is None else [copy]
+        end = result.node
+        if self.state.tails:
+            tail, fork = self.ends.publish(request, end, length, final=final)
+            if tail is not None and final:
+                self._give_states(request, tail, tail.end * self.state.page_size)
+                end = tail if self.backups.due(tail) else end
+            self.ends.passed(request, end, tail)
+            if fork is not None:
+                fork.publishes = tail if tail is not None and self.backups.due(tail) else None
+                forks.append(fork)
+        if copy is not None or not self.backups.due(end):
+            return forks
+        return [*self.backups.backup(end), *forks]
 
     def published_ends(self, request: RequestState) -> list[Node]:
         """The ends of the request's checkpoints that can be resumed from memory, first to last, and then the

@@ -7,8 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from asynchicache.streams.base import Stream
-from asynchicache.tree.node import Pins, SlotPlace
+from asynchicache.tree.node import Node, Pins, SlotPlace
 from asynchicache.tree.radix_tree import HeldBack, Match, PathLease
+from asynchicache.tree.tails import Tail
 from asynchicache.types import MissReason, Tier
 
 
@@ -51,6 +52,9 @@ class RequestState:
         lease: pins the borrowed prefix; extended as pages are published.
         match: the latest match.
         held_back: the pool that keeps the match below the full pages in memory.
+        tail: the end of the match inside a page, kept by the lease; None if it ends with a page.
+        tail_tokens: tokens of it: those that are restored, once the request is loaded.
+        passed: the tail of the tree at which the sequence was last known to end.
         pages: device slots of the full component, one per page; the tree owns the first `borrowed`.
         borrowed: pages of the restored prefix and those published since.
         duplicates: own slots of published pages that the tree already had. They are kept until the request
@@ -88,6 +92,9 @@ class RequestState:
     match: Match
     held_back: HeldBack | None
     prompt: int = 0
+    tail: Tail | None = None
+    tail_tokens: int = 0
+    passed: Node | None = None
     pages: list[int] = field(default_factory=list)
     borrowed: int = 0
     duplicates: list[int] = field(default_factory=list)
@@ -127,6 +134,10 @@ class RequestState:
     def matched_pages(self) -> int:
         """Pages that were restorable at the latest match."""
         return self.match.pages
+
+    def hit_tokens(self, page_size: int) -> int:
+        """Tokens of the prefix: matched, or restored once it is loaded."""
+        return (self.hit_pages if self.loaded else self.matched_pages) * page_size + self.tail_tokens
 
     @property
     def branching_pages(self) -> int | None:

@@ -31,7 +31,8 @@ class Waiter:
     @property
     def begun(self) -> bool:
         """Whether the request has slots beyond its hit, for tokens to compute."""
-        return len(self.request.pages) > self.request.hit_pages
+        restored = self.request.hit_pages + (self.request.tail_tokens > 0)
+        return len(self.request.pages) > restored
 
 
 class RoomQueue:

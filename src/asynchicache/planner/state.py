@@ -69,6 +69,7 @@ class CacheState:
     Attributes:
         names: pool name of each component; the first covers every page.
         page_size: tokens of a page.
+        tails: whether prefixes may end inside a page.
         page_keys, page_words: whether prefixes are page keys, and the 64-bit words that name a page: its
             tokens, or its key.
         engine_pages: device pages of each pool that owns slots, if an engine owns them; else None.
@@ -89,6 +90,7 @@ class CacheState:
         engine_pages: Mapping[str, int] | None = None,
         page_keys: bool = False,
         memory: Mapping[Tier, int] | None = None,
+        tails: bool = False,
     ) -> None:
         """
         Args:
@@ -100,6 +102,7 @@ class CacheState:
                 no device slots. None: the cache has device slots of its own.
             page_keys: prefixes are page keys, not tokens.
             memory: bytes of the tiers whose memory all pools share; the others have slots of their own.
+            tails: prefixes may end inside a page, if the model and the owner of the device memory allow it.
 
         Raises:
             ConfigError: the pools do not fit each other, or one has no room for one request.
@@ -118,6 +121,7 @@ class CacheState:
         self.followers = {
             name: [pool.name for pool in spec.pools if pool.slots_of == name] for name in self.names
         }
+        self.tails = tails and self._can_end_inside_a_page(spec)
         self.tree = UnifiedRadixTree(
             self.page_words,
             [pool.coverage for pool in owners[1:]],
@@ -126,6 +130,7 @@ class CacheState:
             capacity=max(slots[self.names[FULL]]),
             host_only=self.host_only,
             costs=[self._slot_bytes(name) for name in self.names],
+            tails=self.tails,
         )
         self.memory = {tier: SharedMemory(nbytes) for tier, nbytes in (memory or {}).items()}
         self.free = self._allocators(slots)
@@ -136,6 +141,17 @@ class CacheState:
         self.tier_copies: list[TierCopy] = []
         self.pinned: list[Pins] = []
         self.private: list[Callable[[], Mapping[SlotPlace, list[int]]]] = []
+
+    def _can_end_inside_a_page(self, spec: ModelSpec) -> bool:
+        """Whether the first tokens of a page are worth something, and the page can be copied on the device.
+
+        A window would need a page of its own at each such end, beside all the pages before it; where an entry
+        serves several tokens, a page cannot end between them; and an engine fills its own pages.
+        """
+        paged = [pool for pool in spec.pools if pool.per_token]
+        windows = any(pool.coverage.trailing for pool in paged)
+        entries = any(tensor.tokens_per_entry > 1 for pool in paged for tensor in pool.tensors)
+        return not (windows or entries or self.host_only or self.page_keys)
 
     def _allocators(self, slots: Mapping[str, tuple[int, int]]) -> list[SlotAllocator]:
         """The allocators of all places, in the order of the places."""

@@ -1,0 +1,95 @@
+"""Publishes ends of sequences inside a page. Pure."""
+
+from __future__ import annotations
+
+from asynchicache.planner.actions import Copy
+from asynchicache.planner.request_state import RequestState
+from asynchicache.planner.state import CacheState
+from asynchicache.tree import copies, tails
+from asynchicache.tree.copies import remove_if_dead
+from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, RESIDENT, Node
+from asynchicache.tree.tails import Tail
+from asynchicache.types import Direction
+
+
+class TailPlanner:
+    """Plans the tails of requests."""
+
+    def __init__(self, state: CacheState) -> None:
+        self._state = state
+        self._tree = state.tree
+        self._states = sum(not component.paged for component in state.tree.components)
+
+    def publish(
+        self, request: RequestState, node: Node, length: int, *, final: bool
+    ) -> tuple[Node | None, Copy | None]:
+        """Publish the tokens behind `node`, the end of the whole pages, as a tail, if there are any.
+
+        The page of a finished request goes to the tree. Any other request goes on to fill its page, so the
+        tail is a copy of it. With states, only the end of a finished request is kept: prompts go on
+        differently behind their last words, and resume better where whole pages end.
+
+        Returns:
+            The tail where the sequence ends now, whose states are missing yet; and the copy of its page.
+        """
+        count = length % self._state.page_size
+        if not count:
+            return None, None
+        if self._states:
+            complete = final and len(request.states) == self._states and request.snapshot_tokens != length
+            return (self._hand_over(request, node, length) if complete else None), None
+        found = tails.find(self._tree, node, request.tokens, length)
+        if found is not None and found.tokens == count:
+            tails.use(self._tree, found, request.lease.credit)
+            return (found.node if found.node.tail == count else None), None
+        if final:
+            return self._hand_over(request, node, length), None
+        return self._fork(request, node, length)
+
+    def _hand_over(self, request: RequestState, node: Node, length: int) -> Node:
+        """Give the last page of a request to the tree, unless it has one with the same tokens there."""
+        tokens, slot = request.tokens[:length], request.pages[node.end]
+        tail = tails.get(self._tree, node, tokens)
+        if tail is None:
+            tail = tails.add(self._tree, node, tokens, slot, arriving=False)
+        elif tail.residency[FULL_DEVICE] == ABSENT:
+            self._tree.occupy(tail, FULL_DEVICE, [slot], RESIDENT)
+        if tail.slots_at(FULL_DEVICE) == [slot]:
+            request.borrowed = node.end + 1
+        # The forward that writes it may be in flight, until the request is released.
+        self._tree.pin_for(request.lease.pinned, tail, FULL_DEVICE)
+        tails.use(self._tree, Tail(tail, tail.tail), request.lease.credit)
+        return tail
+
+    def _fork(self, request: RequestState, node: Node, length: int) -> tuple[Node | None, Copy | None]:
+        """Copy the last page of a request to one of the tree's; nothing if there is no room."""
+        state = self._state
+        if not state.make_room(FULL_DEVICE, 1):
+            return None, None
+        slots = state.free[FULL_DEVICE].allocate(1)
+        tail = tails.add(self._tree, node, request.tokens[:length], slots[0], arriving=True)
+        tails.use(self._tree, Tail(tail, tail.tail), request.lease.credit)
+        tier_copy = copies.begin_arrival(self._tree, tail, [FULL])
+        state.tier_copies.append(tier_copy)
+        transfers = state.transfers(FULL, [request.pages[node.end]], slots)
+        return tail, Copy(Direction.FORK, transfers, tier_copy).serve(request)
+
+    def passed(self, request: RequestState, node: Node, tail: Node | None) -> None:
+        """A sequence ends at `node` now, or at `tail` behind it; the tail where it ended before serves only
+        sequences that branch off there."""
+        before = request.passed
+        if tail is not None:
+            request.passed = tail
+        if before is None or before.parent is None or before is tail:
+            return
+        if (tail is None and node.end < before.end) or not self._tree.restorable(tail or node):
+            return
+        tails.supersede(self._tree, before)
+        if not self._states:  # a page that begins with all of it is there
+            self._drop(before)
+
+    def _drop(self, tail: Node) -> None:
+        for place in (FULL_DEVICE, FULL_HOST):
+            if self._tree.evictable(tail, place):
+                self._state.free[place].release(self._tree.vacate(tail, place))
+        remove_if_dead(self._tree, tail)
