@@ -619,7 +619,8 @@ async def _open_parts(
     memories, hosts = await _allocate(spec, slots, device, config, port, kept, engine)
     if owned:  # closes before the memory: a failed device may still run copies
         kept.callback(device.close)
-    planner = _planner(spec, slots, config, pages)
+    alone = group is None and config.ranks == 1
+    planner = _planner(spec, slots, config, pages, alone=alone)
     stack.callback(planner.abandon)
     reactor = CompletionReactor(port)
     transfers: Transfers
@@ -717,7 +718,10 @@ def _planner(
     slots: Mapping[str, tuple[int, int]],
     config: CacheConfig,
     pages: Mapping[str, int] | None,
+    *,
+    alone: bool,
 ) -> Planner:
+    """`alone`: no other rank must find the same prefixes."""
     return Planner(
         spec,
         slots,
@@ -727,7 +731,7 @@ def _planner(
         checkpoints=CheckpointPolicy.parse(config.checkpoints),
         engine_pages=pages,
         page_keys=config.page_keys,
-        tails=config.tails and config.ranks == 1,
+        tails=config.tails and alone,
     )
 
 
