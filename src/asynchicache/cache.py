@@ -619,8 +619,7 @@ async def _open_parts(
     memories, hosts = await _allocate(spec, slots, device, config, port, kept, engine)
     if owned:  # closes before the memory: a failed device may still run copies
         kept.callback(device.close)
-    alone = group is None and config.ranks == 1
-    planner = _planner(spec, slots, config, pages, alone=alone)
+    planner = _planner(spec, slots, config, pages, alone=group is None and config.ranks == 1)
     stack.callback(planner.abandon)
     reactor = CompletionReactor(port)
     transfers: Transfers

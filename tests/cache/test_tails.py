@@ -131,6 +131,9 @@ async def test_storage_has_whole_pages(spec):
         await engine.serve([1, 2, 3, 4], [5, 6, 7])
         for start in range(100, 500, 100):
             await engine.serve(list(range(start, start + 20)), [7])
+        nodes = list(cache._controller.planner.state.tree.nodes())
+        assert {bool(node.stored) for node in nodes if node.tail} == {False}
+        assert any(node.stored for node in nodes)
         again = await engine.serve([1, 2, 3, 4, 5, 6, 7, 8])
 
     assert again == 4

@@ -32,7 +32,7 @@ from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.audit import AuditSample
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.fences import Fence
-from asynchicache.tree import copies
+from asynchicache.tree import copies, tails
 from asynchicache.tree.node import FULL, RESIDENT, SlotPlace, place_of
 from asynchicache.tree.radix_tree import PathLease, UnifiedRadixTree
 from asynchicache.types import MissReason, Outcome, Tier
@@ -271,6 +271,48 @@ def page_compared_one_page_too_short(patch: Patch) -> None:
         return min(common(self, key, view, at, end) + 1, min(len(key), end - at) // self.page_bytes)
 
     patch.setattr(UnifiedRadixTree, "_common", generous)
+
+
+# Ends inside a page
+
+
+@bug
+def tail_compared_without_its_namespace(patch: Patch) -> None:
+    find = tails.find
+
+    def anywhere(tree: UnifiedRadixTree, node: Any, tokens: Any, limit: int) -> Any:
+        alike = [node]
+        for seed in tree.roots:
+            alike += [one] if (one := tree.reach(tokens, seed, node.end)) is not None else []
+        found = [tail for one in alike if (tail := find(tree, one, tokens, limit)) is not None]
+        return max(found, key=lambda tail: tail.tokens, default=None)
+
+    patch.setattr(tails, "find", anywhere)
+
+
+@bug
+def bytes_beyond_the_tail_count(patch: Patch) -> None:
+    find = tails.find
+
+    def generous(tree: UnifiedRadixTree, node: Any, tokens: Any, limit: int) -> Any:
+        tail = find(tree, node, tokens, limit)
+        if (
+            tail is None
+            or tail.tokens == tree.page_size - 1
+            or node.end * tree.page_size + tail.tokens == limit
+        ):
+            return tail
+        return tail._replace(tokens=tail.tokens + 1)
+
+    patch.setattr(tails, "find", generous)
+
+
+@bug
+def page_of_a_tail_is_not_copied(patch: Patch) -> None:
+    def lend(self: LoadPlanner, request: RequestState, tail: Any, load: Any, fork: Any) -> None:
+        request.pages = tail.node.slots_at(tails.place(tail.node))[:1]
+
+    patch.setattr(LoadPlanner, "_load_tail", lend)
 
 
 # States and windows

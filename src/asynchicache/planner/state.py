@@ -69,7 +69,6 @@ class CacheState:
     Attributes:
         names: pool name of each component; the first covers every page.
         page_size: tokens of a page.
-        tails: whether prefixes may end inside a page.
         page_keys, page_words: whether prefixes are page keys, and the 64-bit words that name a page: its
             tokens, or its key.
         engine_pages: device pages of each pool that owns slots, if an engine owns them; else None.
@@ -121,7 +120,6 @@ class CacheState:
         self.followers = {
             name: [pool.name for pool in spec.pools if pool.slots_of == name] for name in self.names
         }
-        self.tails = tails and self._can_end_inside_a_page(spec)
         self.tree = UnifiedRadixTree(
             self.page_words,
             [pool.coverage for pool in owners[1:]],
@@ -130,7 +128,7 @@ class CacheState:
             capacity=max(slots[self.names[FULL]]),
             host_only=self.host_only,
             costs=[self._slot_bytes(name) for name in self.names],
-            tails=self.tails,
+            tails=tails and self._can_end_inside_a_page(spec),
         )
         self.memory = {tier: SharedMemory(nbytes) for tier, nbytes in (memory or {}).items()}
         self.free = self._allocators(slots)
@@ -141,6 +139,11 @@ class CacheState:
         self.tier_copies: list[TierCopy] = []
         self.pinned: list[Pins] = []
         self.private: list[Callable[[], Mapping[SlotPlace, list[int]]]] = []
+
+    @property
+    def tails(self) -> bool:
+        """Whether prefixes may end inside a page."""
+        return self.tree.tails
 
     def _can_end_inside_a_page(self, spec: ModelSpec) -> bool:
         """Whether the first tokens of a page are worth something, and the page can be copied on the device.

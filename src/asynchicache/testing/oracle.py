@@ -6,6 +6,7 @@ the right tokens, tenant, weights and shard.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asynchicache.hashing import DIGEST_BYTES
+from asynchicache.hashing import DIGEST_BYTES, page_digests
 from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 
@@ -26,57 +27,109 @@ def _nothing_more(pool: str) -> str:
     return ""
 
 
+class PageBook:
+    """The prefix digests of the tokens of pages, so that bytes can be expected token by token.
+
+    Then `bytes = f(identity, digest of the prefix up to a token, ...)`: pages that go on differently behind a
+    shared beginning have the same bytes in it.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._tokens: dict[bytes, bytes] = {}
+
+    def note(self, tokens: array[int], seed: bytes) -> None:
+        """Know the pages of a sequence from now on, and its ends: the digest of a prefix stands for the page
+        that it ends in, up to there."""
+        size, each = self._page_size, page_digests(tokens, 1, seed)
+        for number, digest in enumerate(page_digests(tokens, size, seed)):
+            self._tokens[digest] = b"".join(each[number * size : (number + 1) * size])
+        for end, digest in enumerate(each, start=1):
+            page = b"".join(each[(end - 1) // size * size : end])
+            self._tokens.setdefault(digest, page.ljust(size * DIGEST_BYTES, b"\0"))
+
+    def rows(self, digests: Sequence[bytes]) -> Bytes:
+        """Digests of the tokens of pages, `[pages, tokens, DIGEST_BYTES]`; its own if a page is unknown."""
+        tokens = [self._tokens.get(digest, digest * self._page_size) for digest in digests]
+        return _rows(tokens, self._page_size * DIGEST_BYTES).reshape(-1, self._page_size, DIGEST_BYTES)
+
+
 class ByteOracle:
-    """Writes expected bytes to device slots, and counts slots that hold other bytes."""
+    """Writes expected bytes to device slots, and counts slots that hold other bytes.
+
+    Attributes:
+        book: the tokens of pages, if bytes are expected token by token.
+    """
 
     def __init__(
         self,
         spec: ModelSpec,
         tensor: Callable[[str, str], torch.Tensor],
         identity: Callable[[str], str] = _nothing_more,
+        book: PageBook | None = None,
     ) -> None:
         """
         Args:
             spec: the model's pools.
+            book: see above.
             tensor: returns the device tensor of a pool and name; contiguous, on the CPU,
                 `[layers, slots, ...]`.
             identity: returns what else distinguishes a pool's pages: weight version, salt, shard. Default:
                 nothing.
         """
+        self.book = book
         self._parts = {
             pool.name: [
-                _TensorBytes(Pattern(spec, pool, known, identity(pool.name)), tensor(pool.name, known.name))
+                _TensorBytes(
+                    Pattern(spec, pool, known, identity(pool.name), book), tensor(pool.name, known.name)
+                )
                 for known in pool.tensors
             ]
             for pool in spec.pools
         }
 
     def write(
-        self, pool: str, slots: Sequence[int], digests: Sequence[bytes], *, layer: int | None = None
+        self,
+        pool: str,
+        slots: Sequence[int],
+        digests: Sequence[bytes],
+        first: int = 0,
+        last: int | None = None,
+        *,
+        layer: int | None = None,
     ) -> None:
         """Fill `slots[i]` with the expected page (or state) of `digests[i]`.
 
         Args:
             pool: the pool of the slots.
             slots, digests: see above.
+            first, last: with a book, write only these tokens of each page, up to and without `last`.
             layer: write only this layer, as its forward pass does. Default: all layers.
         """
         if slots:
             for part in self._parts[pool]:
-                rows = part.rows(layer)
-                part.content[rows][:, slots] = part.expected(digests)[rows]
+                rows, columns = part.rows(layer), part.columns(first, last)
+                part.content[rows][:, slots, columns] = part.expected(digests)[rows][:, :, columns]
 
     def count_wrong(
-        self, pool: str, slots: Sequence[int], digests: Sequence[bytes], *, layer: int | None = None
+        self,
+        pool: str,
+        slots: Sequence[int],
+        digests: Sequence[bytes],
+        first: int = 0,
+        last: int | None = None,
+        *,
+        layer: int | None = None,
     ) -> int:
         """Count the slots that differ in any byte from the expected pages of `digests`. If `layer` is given,
-        compare only that layer."""
+        compare only that layer; `first` and `last` as of `write`."""
         if not slots:
             return 0
         wrong = np.zeros(len(slots), dtype=bool)
         for part in self._parts[pool]:
-            rows = part.rows(layer)
-            wrong |= (part.content[rows][:, slots] != part.expected(digests)[rows]).any(axis=(0, 2))
+            rows, columns = part.rows(layer), part.columns(first, last)
+            expected = part.expected(digests)[rows][:, :, columns]
+            wrong |= (part.content[rows][:, slots, columns] != expected).any(axis=(0, 2))
         return int(wrong.sum())
 
 
@@ -88,15 +141,16 @@ class HostOracle:
         spec: ModelSpec,
         layout: HostLayout,
         identity: Callable[[str], str] = _nothing_more,
+        book: PageBook | None = None,
     ) -> None:
         """
         Args:
             spec: the model's pools.
             layout: a layout with contiguous slots.
-            identity: see `ByteOracle`.
+            identity, book: see `ByteOracle`.
         """
         self._patterns = {
-            pool.name: [Pattern(spec, pool, known, identity(pool.name)) for known in pool.tensors]
+            pool.name: [Pattern(spec, pool, known, identity(pool.name), book) for known in pool.tensors]
             for pool in spec.pools
         }
         self._layouts = {pool.name: SlotLayout.of(pool, spec.page_size, layout) for pool in spec.pools}
@@ -122,15 +176,28 @@ class Pattern:
         tensor: the tensor.
     """
 
-    def __init__(self, spec: ModelSpec, pool: PoolSpec, tensor: TensorSpec, identity: str) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pool: PoolSpec,
+        tensor: TensorSpec,
+        identity: str,
+        book: PageBook | None = None,
+    ) -> None:
         self.tensor = tensor
-        self._columns = np.arange(pool.item_bytes(tensor, spec.page_size)) % DIGEST_BYTES
+        self._book = book if pool.per_token else None
+        columns = np.arange(pool.item_bytes(tensor, spec.page_size))
+        self.token_bytes = len(columns) // spec.page_size
+        self._tokens = columns // max(self.token_bytes, 1)
+        self._columns = (columns if self._book is None else columns % self.token_bytes) % DIGEST_BYTES
         names = [f"{identity}{pool.name}/{tensor.name}/{layer}" for layer in tensor.layers]
         salts = _rows([sha256(name.encode()).digest() for name in names])
         self._salts = salts[:, None, self._columns]  # [layers, 1, item]
 
     def expected(self, digests: Sequence[bytes]) -> Bytes:
         """Expected bytes, `[layers, pages, item]`."""
+        if self._book is not None:
+            return self._book.rows(digests)[None, :, self._tokens, self._columns] ^ self._salts
         return _rows(digests)[None, :, self._columns] ^ self._salts
 
 
@@ -141,7 +208,12 @@ class _TensorBytes:
         layers, slots = tensor.shape[:2]
         self.content: Bytes = tensor.view(torch.uint8).view(layers, slots, -1).numpy()
         self.expected = pattern.expected
+        self._token_bytes = pattern.token_bytes
         self._layers = pattern.tensor.layers
+
+    def columns(self, first: int, last: int | None) -> slice:
+        """Columns of some tokens of a page; all of a state."""
+        return slice(first * self._token_bytes, None if last is None else last * self._token_bytes)
 
     def rows(self, layer: int | None) -> slice:
         """Rows of a model layer in the tensor; empty if absent, all rows for None."""
@@ -150,5 +222,5 @@ class _TensorBytes:
         return slice(bisect_left(self._layers, layer), bisect_right(self._layers, layer))
 
 
-def _rows(digests: Sequence[bytes]) -> Bytes:
-    return np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), DIGEST_BYTES)
+def _rows(digests: Sequence[bytes], width: int = DIGEST_BYTES) -> Bytes:
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), width)

@@ -29,11 +29,14 @@ FOREVER = 1e5
 
 
 class PoolSlots(NamedTuple):
-    """Slots of a pool, and the digests of the pages or states that belong in them."""
+    """Slots of a pool, and the digests of the pages or states that belong in them; of each page the tokens
+    from `first` up to `last`."""
 
     pool: str
     slots: Sequence[int]
     digests: Sequence[bytes]
+    first: int = 0
+    last: int | None = None
 
 
 class ChaosEngine:
@@ -43,6 +46,7 @@ class ChaosEngine:
         cache, ledger: the cache, and the record of the run.
         identity: the options that distinguish its pages from those of other caches.
         closing: the cache is being closed, so it refuses requests.
+        book: knows the bytes of each token, if prefixes may end inside a page.
         suspect: wrong bytes that a forward read after a copy wrote a wrong byte; the cache must notice them.
         stream: runs the forwards.
     """
@@ -64,6 +68,7 @@ class ChaosEngine:
         self.suspect: list[str] = []
         self.stream: Stream = device.stream("compute")
         self.has_states = any(not pool.per_token for pool in cache.spec.pools)
+        self.book = oracle.book
         self._device = device
         self._oracle = oracle
         self._draws = draws
@@ -291,26 +296,52 @@ class Forwards:
                     engine.violated(f"a forward lacks pages {first} to {end} of {pool.name!r}")
                 else:
                     parts.append(PoolSlots(pool.name, slots, digests[first:end]))
-            elif self._restored and end:
-                parts.append(PoolSlots(pool.name, [request.state(pool.name)], digests[end - 1 : end]))
-        return parts
+            elif self._restored and self.done:
+                parts.append(PoolSlots(pool.name, [request.state(pool.name)], [self._state(self.done)]))
+        return [*parts, *self._inside(self.done, 0)]
 
     def _written(self, length: int) -> list[PoolSlots]:
         """The slots that a forward to `length` tokens writes."""
         request, spec = self._request, self._engine.cache.spec
         first, last = self.done // spec.page_size, length // spec.page_size
         digests, parts = self._digests(), []
+        begun = self.done % spec.page_size if self._engine.book is not None else 0
         for pool in spec.pools:
             if pool.per_token:
                 behind = request.first_page(pool.name)
                 slots = request.pages(pool.name)[first - behind : last - behind]
-                parts.append(PoolSlots(pool.name, slots, digests[first:last]))
+                if begun and slots and pool.coverage.pages is None:
+                    parts.append(PoolSlots(pool.name, slots[:1], digests[first : first + 1], begun))
+                    parts.append(PoolSlots(pool.name, slots[1:], digests[first + 1 : last]))
+                else:
+                    parts.append(PoolSlots(pool.name, slots, digests[first:last]))
             else:
-                state = _GARBAGE if length % spec.page_size else digests[last - 1]
-                parts.append(PoolSlots(pool.name, [request.state(pool.name)], [state]))
-        return parts
+                parts.append(PoolSlots(pool.name, [request.state(pool.name)], [self._state(length)]))
+        return [*parts, *self._inside(length, begun if first == last else 0)]
+
+    def _state(self, length: int) -> bytes:
+        """What identifies the states at a length."""
+        if length % self._engine.cache.spec.page_size == 0:
+            return self._digests()[length // self._engine.cache.spec.page_size - 1]
+        return _GARBAGE if self._engine.book is None else self._ends(length)[-1]
+
+    def _ends(self, length: int) -> list[bytes]:
+        return page_digests(self._request.tokens[:length], 1, self._seed)
+
+    def _inside(self, length: int, first: int) -> list[PoolSlots]:
+        """The page that a length ends inside, with the tokens from number `first` in it."""
+        spec, request = self._engine.cache.spec, self._request
+        whole, rest = divmod(length, spec.page_size)
+        if self._engine.book is None or not rest:
+            return []
+        self._engine.book.note(request.tokens[:length], self._seed)
+        end = self._ends(length)[-1:]
+        pools = [pool.name for pool in spec.pools if pool.per_token and pool.coverage.pages is None]
+        return [PoolSlots(name, request.pages(name)[whole : whole + 1], end, first, rest) for name in pools]
 
     def _digests(self) -> list[bytes]:
+        if self._engine.book is not None:
+            self._engine.book.note(self._request.tokens, self._seed)
         return page_digests(self._request.tokens, self._engine.cache.spec.page_size, self._seed)
 
     def _compute(self, length: int) -> None:

@@ -31,10 +31,11 @@ from asynchicache.testing.chaos.presence import (
     reclaimable,
     shared_pages,
     span,
+    tokens_in_memory,
 )
 from asynchicache.testing.chaos.recency import RecencyOracle, StoredPath
 from asynchicache.testing.chaos.storage import ChaosStorage
-from asynchicache.tree.node import FULL, FULL_HOST, Node, SlotPlace, component_of, place_of
+from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, Node, SlotPlace, component_of, place_of
 from asynchicache.types import ALL_PAGES, MissReason, PrefetchPolicy, Tier
 
 ROUNDS = 3
@@ -163,8 +164,18 @@ class HitOracle:
         """Check that the match is in memory. `now`: the request just matched, so it must have matched all."""
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         there, got = self._seen(case, memory[FULL], memory), request.hit.tokens // self._size
-        if got > there or (now and got < there):
+        if self._tree.tails:
+            self._matched_tokens(request, case, there, now=now)
+        elif got > there or (now and got < there):
             self._violated(f"hit: {got} pages matched, and {there} of {case.limit} are in memory")
+
+    def _matched_tokens(self, request: Request, case: HitCase, whole: int, *, now: bool) -> None:
+        """As `matched`, where prefixes may end inside a page."""
+        got, there = request.hit.tokens, whole * self._size
+        if -(-len(case.tokens) // self._size) < self._state.free[FULL_DEVICE].capacity:  # else whole pages
+            there = tokens_in_memory(self._tree, self._coverages, case.tokens, case.seed, whole)
+        if got > there or (now and got < there):
+            self._violated(f"hit: {got} tokens matched, and {there} of {len(case.tokens)} are in memory")
 
     def _seen(self, case: HitCase, full: bytearray, pages: Pages) -> int:
         """Longest possible prefix of the available pages. What shortens it becomes an allowed reason."""

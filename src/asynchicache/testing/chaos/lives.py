@@ -23,7 +23,7 @@ from asynchicache.testing.chaos.script import ChaosClient, ClientTurn, Life, Mod
 from asynchicache.testing.chaos.steady import SteadyTraffic
 from asynchicache.testing.chaos.storage import ChaosStorage
 from asynchicache.testing.chaos.store import ChaosStore
-from asynchicache.testing.oracle import ByteOracle, HostOracle
+from asynchicache.testing.oracle import ByteOracle, HostOracle, PageBook
 from asynchicache.testing.paged import PagedMemory
 from asynchicache.testing.seeded import SeededWorld
 
@@ -42,7 +42,7 @@ def life_prefetch(life: Life) -> PrefetchOptions:
     return PrefetchOptions(policy=life.prefetch, base_seconds=seconds, max_seconds=4 * seconds)
 
 
-def life_config(life: Life) -> CacheConfig:
+def life_config(life: Life, *, tails: bool = False) -> CacheConfig:
     """The options of a cache."""
     return CacheConfig(
         device_slots={} if life.paged else {name: sizes.device for name, sizes in life.sizes.items()},
@@ -60,6 +60,7 @@ def life_config(life: Life) -> CacheConfig:
         ranks=life.ranks,
         audit=float(life.audit),
         close_seconds=_CLOSE_SECONDS,
+        tails=tails,
     )
 
 
@@ -82,7 +83,10 @@ async def run_lives(world: SeededWorld, script: Script, ledger: Ledger) -> None:
     store = ChaosStore(script.capacity)
     promises = DurabilityOracle(store, ledger)
     recency = RecencyOracle(store, ledger) if script.capacity is not None else None
-    begin = partial(_LifeRun, world, script, promises=promises, recency=recency, store=store, ledger=ledger)
+    book = PageBook(script.model.page_size) if script.tails else None
+    begin = partial(
+        _LifeRun, world, script, promises=promises, recency=recency, store=store, ledger=ledger, book=book
+    )
     if script.together:
         async with asyncio.TaskGroup() as group:
             for run in [begin(life) for life in script.lives]:
@@ -107,15 +111,17 @@ class _LifeRun:
         recency: RecencyOracle | None,
         store: ChaosStore,
         ledger: Ledger,
+        book: PageBook | None,
     ) -> None:
         self._world = world
+        self._book = book
         self._life = life
         self._spec = script.model.spec()
         self._identity = page_identity(life, script.model)
         self._ledger = ledger
         self._draws = FaultDraws(world.random, ledger.faults)
         self._device = ChaosDevice(world.loop, world.loop.random, life.device, self._draws)
-        host = HostOracle(self._spec, life.layout, self._identity)
+        host = HostOracle(self._spec, life.layout, self._identity, book)
         self._storage = ChaosStorage(store, life.storage, host, self._draws, ledger, life_limits(life))
         self._recency = recency
         self._paged: PagedMemory | None = None
@@ -134,7 +140,9 @@ class _LifeRun:
             inside = CacheInternals(cache)
             paged = self._paged
             oracle = (
-                ByteOracle(self._spec, cache.device_tensor, self._identity) if paged is None else paged.oracle
+                ByteOracle(self._spec, cache.device_tensor, self._identity, self._book)
+                if paged is None
+                else paged.oracle
             )
             inside.poison_freed()
             inside.copy_in_groups(self._life.group_bytes)
@@ -190,7 +198,7 @@ class _LifeRun:
 
     def _open(self) -> AbstractAsyncContextManager[HybridCache]:
         storage = self._storage.backend if self._life.weights is not None else None
-        config = life_config(self._life)
+        config = life_config(self._life, tails=self._book is not None)
         if self._life.hashing:
             self._world.port.worker_seconds["asynchicache-audit"] = self._life.hashing
         self._paged = None

@@ -23,7 +23,7 @@ def with_engine_memory(script: Script) -> Script:
     spec = script.model.spec()
     last = script.last and _paged(script.last, spec)
     return msgspec.structs.replace(
-        script, lives=tuple(_paged(life, spec) for life in script.lives), last=last
+        script, lives=tuple(_paged(life, spec) for life in script.lives), last=last, tails=False
     )
 
 

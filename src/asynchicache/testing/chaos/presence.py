@@ -82,6 +82,35 @@ def shared_pages(node: Node, view: memoryview, at: int, pages: int, size: int) -
     return next(n for n in range(most) if part[n * size : n * size + size] != key[n * size : n * size + size])
 
 
+def tokens_in_memory(
+    tree: UnifiedRadixTree, coverages: Sequence[Coverage], tokens: array[int], seed: bytes, whole: int
+) -> int:
+    """The longest prefix in tokens that the tree holds, leaving one to compute, by looking at every node.
+
+    `whole`: the pages of the longest prefix that ends with a page.
+    """
+    size, best, root = tree.page_size, whole * tree.page_size, tree.roots.get(seed)
+    for node in tree.nodes():
+        path = [node]
+        while (above := path[-1].parent) is not None:
+            path.append(above)
+        if path.pop() is not root:
+            continue
+        ids = array("q", b"".join(part.key for part in reversed(path)))
+        end = (node.end - 1) * size + (node.tail or size)
+        common = next(
+            (n for n, pair in enumerate(zip(ids, tokens, strict=False)) if pair[0] != pair[1]), None
+        )
+        common = min(len(ids), len(tokens)) if common is None else common
+        if len(coverages) == 1:
+            best = max(best, min(common, end))
+        elif (
+            node.tail and common >= end < len(tokens) and all(is_held(node, n) for n in range(1, tree.width))
+        ):
+            best = max(best, end)
+    return min(best, len(tokens) - 1)
+
+
 def is_held(node: Node, component_id: int) -> bool:
     """Whether the node's slots of a component are usable by a request, in either tier."""
     device, host = (node.residency[place_of(component_id, tier)] for tier in (Tier.DEVICE, Tier.HOST))

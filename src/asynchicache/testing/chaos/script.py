@@ -272,6 +272,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         together: run them concurrently; otherwise one after the other.
         last: one more cache, opened after all others have ended.
         capacity: size of the shared store in bytes; None: unlimited.
+        tails: prefixes may end inside a page.
     """
 
     seed: int
@@ -280,6 +281,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     together: bool = False
     last: Life | None = None
     capacity: int | None = None
+    tails: bool = False
 
     @property
     def every_life(self) -> tuple[Life, ...]:

@@ -48,6 +48,9 @@ _FIRST_WAVES, _SEEDS_A_WAVE = 200, 20
 _SUSPENDING_SEEDS = 5
 """One of so many seeds has requests that are suspended."""
 
+_TAIL_SEEDS = 7
+"""Two of so many seeds have prefixes that end inside a page."""
+
 TENANTS = (None, None, None, None, "alice", "bob")
 WEIGHTS = ("w0", "w1")
 _EVENTS = (
@@ -69,6 +72,8 @@ _EVENTS = (
 def draw_script(seed: int) -> Script:
     """The script of a seed; the same on every machine."""
     script = _draw(seed)
+    if seed % _TAIL_SEEDS in (2, 3) and not (script.model.window or script.model.near):
+        script = msgspec.structs.replace(script, tails=True)
     return _with_suspensions(script) if seed % _SUSPENDING_SEEDS == 1 else script
 
 
