@@ -210,6 +210,22 @@ async def test_a_damaged_page_is_a_miss_until_it_is_written_anew() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_damaged_page_that_another_rank_stores_anew_is_asked_for_again() -> None:
+    store = MemoryStore()
+    async with scene(store) as s:
+        keys = s.bench.keys(1)
+        s.bench.fill(keys, [0])
+        await s.guard.put(keys, [0])
+        s.damage(keys, store)
+        assert (await s.guard.get(keys, [3])).outcomes == [CORRUPT]
+        await s.engine.put(keys, [0])
+
+        assert (await s.guard.exists(keys)).outcomes == [MISS]
+        s.guard.repaired(keys)
+        assert (await s.guard.exists(keys)).outcomes == [HIT]
+
+
+@pytest.mark.asyncio
 async def test_a_damaged_page_that_cannot_be_replaced_is_not_called_stored() -> None:
     store = KeepsDamage()
     async with scene(store) as s:

@@ -255,6 +255,7 @@ class StoragePools:
         if pool is None:
             return BatchResult([refused] * len(slots))
         if put and not pool.writes:
+            pool.guard.repaired(_keys(pool, digests))
             return BatchResult([Outcome.EXISTS] * len(slots))  # or will: another rank writes it
         call = pool.guard.put if put else pool.guard.get
         batches: list[BatchResult] = []

@@ -339,6 +339,10 @@ class GuardedPool:
                 batch.outcomes[index] = Outcome.REJECTED  # the delete failed: the damaged page is still there
         return batch
 
+    def repaired(self, keys: Sequence[ObjectKey]) -> None:
+        """Another rank stores these pages: ask the engine for them again, also if they were found damaged."""
+        self._presence.repaired(keys)
+
     async def delete(self, keys: Sequence[ObjectKey]) -> BatchResult:
         """Delete pages: HIT if the page existed, MISS if not, REJECTED, FAILED or TIMEOUT.
 

@@ -119,6 +119,10 @@ class PresenceCache:
         """Pages were deleted: no longer remember them as existing."""
         self._there.discard(keys)
 
+    def repaired(self, keys: Iterable[ObjectKey]) -> None:
+        """Pages are stored anew by someone else: no longer remember them as damaged."""
+        self._damaged.discard(keys)
+
     def invalidate(self) -> None:
         """Any page may be gone: forget existing pages, but keep damaged ones, which may still be there."""
         self._there.clear()
