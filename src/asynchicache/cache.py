@@ -22,7 +22,7 @@ from asynchicache.controller.event_hub import EventSubscription
 from asynchicache.controller.executor import Executor
 from asynchicache.controller.recorder import TraceRecorder
 from asynchicache.controller.request import Hit, Request
-from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
+from asynchicache.controller.statistics import CacheStatistics, GroupStatistics, Occupancy, collect_statistics
 from asynchicache.controller.storage_pools import StoragePools
 from asynchicache.controller.tasks import OwnedTasks, shielded
 from asynchicache.errors import ClosedError, ConfigError, InvalidTokensError, UsageError
@@ -91,6 +91,10 @@ class OtherRanks(Protocol):
 
     async def update_weights(self, version: str) -> None:
         """Use storage under another weight version on all ranks."""
+        ...
+
+    def statistics(self) -> GroupStatistics:
+        """Counters of the other ranks."""
         ...
 
 
@@ -564,7 +568,8 @@ class HybridCache:
         return outline(self._controller.planner.state.tree.roots.values(), limit)
 
     def statistics(self) -> CacheStatistics:
-        return collect_statistics(self._controller, self._parts.engine, self._parts.stored)
+        group = None if self._parts.group is None else self._parts.group.statistics()
+        return collect_statistics(self._controller, self._parts.engine, self._parts.stored, group)
 
     def __repr__(self) -> str:
         executor, state = self._controller.executor, self._controller.planner.state

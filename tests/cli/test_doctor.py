@@ -27,6 +27,7 @@ NAMES = [
     "disk space",
     "memory limits",
     "engines",
+    "ranks",
 ]
 
 
@@ -143,6 +144,15 @@ def test_memory_is_what_machine_and_control_groups_leave(
         ok,
         detail,
     )
+
+
+def test_ranks_need_a_socket(tmp_path: Path) -> None:
+    check = doctor.check_ranks(tmp_path)
+    assert (check.name, check.ok) == ("ranks", True)
+    assert "every rank needs asynchicache " in check.detail
+    deep = tmp_path / ("x" * 100)  # longer than the address of a Unix socket
+    deep.mkdir()
+    assert not doctor.check_ranks(deep).ok
 
 
 def test_an_engine_without_its_client_is_named_and_excused() -> None:

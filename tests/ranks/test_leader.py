@@ -54,6 +54,33 @@ def test_a_copy_has_ended_when_all_ranks_say_so() -> None:
     assert (ended, len(rig.leader)) == ([None], 0)
 
 
+def test_statistics_tell_how_long_each_rank_takes_and_which_one_is_lost() -> None:
+    rig = Rig()
+    rig.copy()
+    rig.leader.mark()
+    rig.now = 0.002
+    rig.answers(1, EndAnswer(1))
+    found = rig.leader.statistics()
+    assert (found.open_operations, found.steps, found.log_bytes) == (1, 1, 0)
+    assert (found.ranks[1].lag.count, found.ranks[1].lag.total) == (1, pytest.approx(0.002))
+    assert found.ranks[2].lag.count == 0
+    sent = rig.leader.take() + rig.leader.take()
+    assert rig.leader.statistics().log_bytes == len(sent) > 0
+
+    assert not found.failed
+    rig.leader.lost(2, "gone")
+    found = rig.leader.statistics()
+    assert (found.failed, found.ranks[1].lost, found.ranks[2].lost) == (True, False, True)
+
+
+def test_a_group_that_is_closed_has_lost_nobody() -> None:
+    rig = Rig()
+    rig.leader.close()
+    found = rig.leader.statistics()
+    assert not found.failed
+    assert not any(one.lost for one in found.ranks.values())
+
+
 def test_the_error_of_one_rank_is_the_operations() -> None:
     rig = Rig()
     ended = rig.copy()

@@ -10,11 +10,13 @@ import pytest
 
 from asynchicache import HybridCache
 from asynchicache.errors import ConfigError, RankError, RankLostError
+from asynchicache.integrations.metrics import FAMILIES
 from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.options import RankLimits
 from asynchicache.ranks.worker import RankWorker
 from ranks.processes import SPEC, TOKEN, ProcessGroup, config, processes
 
+METRICS = {family.name: family for family in FAMILIES if family.name.startswith("rank")}
 PROMPT = list(range(40))
 
 pytestmark = pytest.mark.asyncio
@@ -43,6 +45,14 @@ async def test_a_killed_rank_makes_the_group_cold(tmp_path: Path) -> None:
         await group.serve(PROMPT)
         group.followers[1].send_signal(signal.SIGKILL)
         assert await lost(group) == "rank 2 is lost: its connection ended"
+        found = group.cache.statistics().group
+        assert found is not None
+        assert [rank for rank, one in found.ranks.items() if one.lost] == [2]
+        assert found.failed
+        values = {name: dict(family.samples(group.cache.statistics())) for name, family in METRICS.items()}
+        assert values["rank_lost"] == {("1",): 0, ("2",): 1}
+        assert values["rank_lag_seconds"][("1",)].count > 0
+        assert values["ranks_log_bytes_total"][()] > 0
         for _ in range(3):
             assert await group.serve(PROMPT) == 0, "no page of a dead group is served"
         await group.cache.drain()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import socket
 import tempfile
 import warnings
 from collections.abc import Iterable
@@ -121,6 +122,7 @@ def checks(folder: Path = Path()) -> list[Check]:
         check_disk_space(folder),
         check_memory_limits(),
         check_engines(entry_points(group=BACKEND_GROUP)),
+        check_ranks(),
     ]
 
 
@@ -248,6 +250,24 @@ def check_engines(entries: Iterable[EntryPoint]) -> Check:
         *(f"{name} (not registered; is the package installed?)" for name in missing),
     ]
     return Check("engines", set(usable) >= OWN_ENGINES, ", ".join(words))
+
+
+def check_ranks(folder: Path | None = None) -> Check:
+    """Whether ranks of a model can form a group here: over a Unix socket, or over TCP.
+
+    Args:
+        folder: where the socket would lie. Default: the folder of temporary files.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix="asynchicache-doctor-") as name:
+            for family, address in ((socket.AF_UNIX, f"{name}/group"), (socket.AF_INET, ("127.0.0.1", 0))):
+                with socket.socket(family) as listening:
+                    listening.bind(address)
+                    listening.listen()
+    except OSError as error:
+        return Check("ranks", False, f"no socket to listen on: {error.strerror or error}")
+    needs = f"every rank needs asynchicache {_version('asynchicache')} and the group's token"
+    return Check("ranks", True, f"Unix sockets and TCP work; {needs}")
 
 
 def _fault(entry: EntryPoint) -> str | None:

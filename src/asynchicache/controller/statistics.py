@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.controller.hit_counters import HitCounters
@@ -29,6 +29,38 @@ class Occupancy:
 
 
 @dataclass(frozen=True, slots=True)
+class RankStatistics:
+    """A follower, as the leader of its group sees it.
+
+    Attributes:
+        lag: from an entry of the log to this rank's answer; the copies of a step include the wait for it.
+        lost: whether this rank ended the group.
+    """
+
+    lag: Distribution
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatistics:
+    """The other ranks of a sharded model.
+
+    Attributes:
+        ranks: the followers, by number.
+        log_bytes: bytes of the log; each follower gets all of them.
+        steps: steps that were marked.
+        open_operations: operations that some rank has not answered.
+        failed: whether the group goes on cold.
+    """
+
+    ranks: Mapping[int, RankStatistics] = field(default_factory=dict)
+    log_bytes: int = 0
+    steps: int = 0
+    open_operations: int = 0
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStatistics:
     """Counters since a cache was opened, and its current occupancy.
 
@@ -43,6 +75,7 @@ class CacheStatistics:
         prefetch_waits: durations of waits for storage.
         tokens_per_end: cached tokens for each end of a path in memory, in the larger tier: what the traffic
             asks for as `tokens_per_state`. 0 if nothing is cached.
+        group: the other ranks of a sharded model; None if there are none.
         room_waits: durations of `admit` and `reserve`, which wait for other requests to free slots.
     """
 
@@ -58,10 +91,14 @@ class CacheStatistics:
     prefetch_waits: Distribution
     room_waits: Distribution
     tokens_per_end: int = 0
+    group: GroupStatistics | None = None
 
 
 def collect_statistics(
-    controller: HybridCacheController, engine: Transfers, stored: StoragePools
+    controller: HybridCacheController,
+    engine: Transfers,
+    stored: StoragePools,
+    group: GroupStatistics | None = None,
 ) -> CacheStatistics:
     """Copy all counters as they are now."""
     state = controller.planner.state
@@ -80,6 +117,7 @@ def collect_statistics(
         prefetch_waits=controller.prefetcher.waits.snapshot(),
         room_waits=controller.admission.waits.snapshot(),
         tokens_per_end=state.tokens_per_end(),
+        group=group,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
-from asynchicache.controller.statistics import CacheStatistics, Occupancy
+from asynchicache.controller.statistics import CacheStatistics, GroupStatistics, Occupancy, RankStatistics
 from asynchicache.histograms import Distribution
 from asynchicache.storage.breaker import BreakerState
 from asynchicache.storage.statistics import CallStatistics, PoolStatistics
@@ -52,6 +52,18 @@ class Family(NamedTuple):
 
 def _tier(tier: Tier) -> str:
     return tier.name.lower()
+
+
+def _by_rank(read: Callable[[RankStatistics], Value]) -> Callable[[CacheStatistics], Samples]:
+    def samples(statistics: CacheStatistics) -> Samples:
+        ranks = {} if statistics.group is None else statistics.group.ranks
+        return (((str(rank),), read(one)) for rank, one in ranks.items())
+
+    return samples
+
+
+def _of_group(read: Callable[[GroupStatistics], Value]) -> Callable[[CacheStatistics], Samples]:
+    return lambda statistics: [] if statistics.group is None else [((), read(statistics.group))]
 
 
 def _slots(statistics: CacheStatistics) -> Samples:
@@ -301,5 +313,29 @@ FAMILIES = (
         "Pages that storage was not asked for, because they are known.",
         ("pool",),
         _by_pool(lambda pool: pool.known.recalled),
+    ),
+    # Other ranks of a sharded model
+    Family(
+        "rank_lag_seconds",
+        "From an entry of the log to a rank's answer.",
+        ("rank",),
+        _by_rank(lambda rank: rank.lag),
+    ),
+    Family(
+        "rank_lost", "1 for the rank that ended the group.", ("rank",), _by_rank(lambda rank: int(rank.lost))
+    ),
+    Family("ranks_failed", "1 if the group goes on cold.", (), _of_group(lambda group: int(group.failed))),
+    Family(
+        "ranks_log_bytes_total",
+        "Bytes of the log; each follower gets all of them.",
+        (),
+        _of_group(lambda group: group.log_bytes),
+    ),
+    Family("ranks_steps_total", "Steps that were marked.", (), _of_group(lambda group: group.steps)),
+    Family(
+        "ranks_open_operations",
+        "Operations that some rank has not answered.",
+        (),
+        _of_group(lambda group: group.open_operations),
     ),
 )

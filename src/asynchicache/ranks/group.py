@@ -182,11 +182,12 @@ class GroupStorage(StoragePools):
             try:
                 outcomes = unpack_outcomes(answer.outcomes[index])
             except RankProtocolError as error:
-                self._leader.fail(RankProtocolError(f"rank {rank}: {error}"))
+                self._leader.fail(RankProtocolError(f"rank {rank}: {error}"), rank)
                 return failed
             if len(outcomes) == pages:
                 return outcomes
-        self._leader.fail(RankProtocolError(f"rank {rank} answered {answer!r:.80} for {pages} pages"))
+        wrong = RankProtocolError(f"rank {rank} answered {answer!r:.80} for {pages} pages")
+        self._leader.fail(wrong, rank)
         return failed
 
     async def clear(self) -> int:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from asynchicache.config import CacheConfig
+from asynchicache.controller.statistics import GroupStatistics
 from asynchicache.controller.storage_pools import StoragePools
 from asynchicache.controller.tasks import OwnedTasks
 from asynchicache.errors import RankError, RankLostError, RankProtocolError, StorageError, UsageError
@@ -268,6 +269,10 @@ class RankGroup:
     def failure(self) -> RankError | None:
         """Why the group goes on cold; None while it is whole."""
         return None if self._leader is None else self._leader.failure
+
+    def statistics(self) -> GroupStatistics:
+        """Counters since the group formed; `CacheStatistics.group` has them too."""
+        return GroupStatistics() if self._leader is None else self._leader.statistics()
 
     def lag_seconds(self) -> dict[int, float]:
         """By rank, the longest time to an answer since the last call, in seconds."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
+from asynchicache.controller.statistics import GroupStatistics, RankStatistics
 from asynchicache.errors import RankError, RankLostError, RankProtocolError
 from asynchicache.ranks.frames import FrameReader, FrameWriter
 from asynchicache.ranks.messages import (
@@ -94,6 +95,8 @@ class RankLeader:
         self._pending: PendingOperations[RankAnswer] = PendingOperations(ranks)
         self._late: dict[tuple[int, int], asyncio.Future[None]] = {}
         self._heard = dict.fromkeys(ranks, now())
+        self._lost: int | None = None
+        self._broken = False
 
     # Bytes
 
@@ -112,14 +115,14 @@ class RankLeader:
             for answer in self._readers[rank].feed(data):
                 self._take_answer(rank, answer)
         except RankProtocolError as error:
-            self.fail(RankProtocolError(f"rank {rank}: {error}"))
+            self.fail(RankProtocolError(f"rank {rank}: {error}"), rank)
 
     def _take_answer(self, rank: int, answer: Answer) -> None:
         match answer:
             case HeartbeatAnswer():
                 return
             case FailureAnswer():
-                self.fail(RankError(f"rank {rank} failed: {answer.error}"))
+                self.fail(RankError(f"rank {rank} failed: {answer.error}"), rank)
             case LateAnswer():
                 self._late_ended(rank, answer)
             case _:
@@ -140,7 +143,7 @@ class RankLeader:
 
     def lost(self, rank: int, why: str) -> None:
         """A follower's connection has ended."""
-        self.fail(RankLostError(f"rank {rank} is lost: {why}"))
+        self.fail(RankLostError(f"rank {rank} is lost: {why}"), rank)
 
     def check(self, silence: float) -> None:
         """Fail the group if an operation is past its deadline, or a follower was silent for too long."""
@@ -157,11 +160,16 @@ class RankLeader:
                 self.lost(rank, f"it was silent for {now - heard:.1f} s (limit {silence} s)")
                 return
 
-    def fail(self, error: RankError) -> None:
-        """End the group: every open operation fails, and nothing more is sent."""
+    def fail(self, error: RankError, rank: int | None = None) -> None:
+        """End the group: every open operation fails, and nothing more is sent.
+
+        Args:
+            error: the reason.
+            rank: the follower that ended it; None if none did.
+        """
         if self.failure is not None:
             return
-        self.failure = error
+        self.failure, self._lost, self._broken = error, rank, True
         left = self._pending.abandon()
         for late in self._late.values():
             late.cancel()  # its end will never be known
@@ -253,6 +261,13 @@ class RankLeader:
     def __len__(self) -> int:
         """Operations that some rank has not answered."""
         return len(self._pending)
+
+    def statistics(self) -> GroupStatistics:
+        ranks = {
+            rank: RankStatistics(self._pending.lags[rank].snapshot(), rank == self._lost)
+            for rank in self.ranks
+        }
+        return GroupStatistics(ranks, self.log_bytes, self.step, len(self._pending), failed=self._broken)
 
     def lag_seconds(self) -> dict[int, float]:
         """By rank, the longest time to an answer since the last call."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from asynchicache.errors import RankProtocolError
+from asynchicache.histograms import Histogram
 
 A = TypeVar("A")
 
@@ -45,6 +46,8 @@ class PendingOperations(Generic[A]):
         self._next = 0
         self.slowest: dict[int, float] = dict.fromkeys(self._ranks, 0.0)
         """By rank, the longest time from an operation to its answer, in seconds, since it was last read."""
+        self.lags: dict[int, Histogram] = {rank: Histogram() for rank in self._ranks}
+        """By rank, the times from an operation to its answer."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -73,6 +76,7 @@ class PendingOperations(Generic[A]):
         one.waiting.discard(rank)
         one.answers[rank] = answer
         self.slowest[rank] = max(self.slowest[rank], now - one.begun)
+        self.lags[rank].observe(now - one.begun)
         if not one.waiting:
             del self._open[operation]
             one.answered(one.answers)
