@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeAlias
 
@@ -17,7 +17,7 @@ class StoreObserver(Protocol):
     """Called when pages are used, evicted or deleted."""
 
     def used(self, key: ObjectKey, size: int) -> None:
-        """A page was written or read."""
+        """A page was written, read or touched."""
         ...
 
     def evicted(self, key: ObjectKey, incoming_bytes: int) -> None:
@@ -68,6 +68,13 @@ class ChaosStore(MemoryStore):
         if self.keeper is not None and written:
             self.keeper.used(key, len(page))
         return written
+
+    def touch(self, keys: Iterable[ObjectKey]) -> None:
+        touched = [key for key in keys if key in self]
+        super().touch(touched)
+        if self.keeper is not None:
+            for key in touched:
+                self.keeper.used(key, self.size([key]))
 
     def drop(self, key: ObjectKey) -> bool:
         dropped = super().drop(key)
