@@ -249,6 +249,11 @@ class HybridCache:
                 f"{place}: this cache was never closed: await aclose()", ResourceWarning, stacklevel=2
             )
 
+    @property
+    def tails(self) -> bool:
+        """Whether prefixes may end inside a page: the option is on, and the model allows it."""
+        return self._controller.planner.state.tails
+
     def request(
         self,
         tokens: Iterable[int],

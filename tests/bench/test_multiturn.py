@@ -2,6 +2,7 @@
 
 import asyncio
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from asynchicache.bench.virtual import VirtualRunner
 from asynchicache.errors import ConfigError
 from asynchicache.planner.request_state import RequestState
 from asynchicache.testing.oracle import ByteOracle
+from asynchicache.tree import tails
 from asynchicache.types import Tier
 
 
@@ -45,6 +47,31 @@ def test_a_finer_grid_of_checkpoints_keeps_more() -> None:
 
     assert report.ok
     assert report.hit_rate == pytest.approx(0.911892, abs=1e-6)
+
+
+def test_ends_inside_a_page_lose_no_token() -> None:
+    """With pages of 64: 0.9166, where whole pages reach 0.9119."""
+    report = run(tails=True)
+
+    assert report.ok
+    assert report.hit_rate == report.limit.hit_rate == pytest.approx(0.916592, abs=1e-6)
+
+
+def test_a_tail_with_a_token_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = tails.find
+
+    def generous(*arguments: Any) -> tails.Tail | None:
+        tail = find(*arguments)
+        return tail and tail._replace(tokens=tail.tokens + 1)
+
+    monkeypatch.setattr(tails, "find", generous)
+
+    assert not run(tails=True, num_clients=2, num_rounds=3).ok
+
+
+def test_tails_need_pages_that_can_be_divided() -> None:
+    with pytest.raises(ConfigError, match="--tails"):
+        run(tails=True, window=512)
 
 
 def test_states_that_stay_on_the_device_are_lost_when_it_is_full() -> None:

@@ -315,3 +315,60 @@ def test_options_outside_their_rules_are_named(options: dict[str, object], words
 def test_a_spacing_is_whole_blocks():
     with pytest.raises(ConfigError, match="spacing 100 must be a multiple of the page size, 512"):
         replay(CHAT, pools="kv,mamba", checkpoint="prompt+100")
+
+
+# Token by token
+
+
+@pytest.mark.parametrize(
+    ("options", "percent"),
+    [
+        ({"page_size": 64}, 92.77),
+        ({"page_size": 64, "tails": True}, 93.81),
+        ({"page_size": 64, "outputs": True}, 95.18),
+        ({"page_size": 64, "outputs": True, "tails": True}, 96.18),
+    ],
+)
+def test_pages_outputs_and_ends_inside_a_page(options: dict[str, object], percent: float):
+    assert replay(TOOLS, **options).hit_rate * 100 == pytest.approx(percent, abs=0.01)
+
+
+def session(path: Path, turns: list[tuple[int, int]]) -> Path:
+    """A conversation in blocks of 4: prompts and outputs of these lengths, each prompt on top of the last."""
+    lines = [
+        {
+            "timestamp_ms": number,
+            "session_id": "s",
+            "input_length": prompt,
+            "output_length": output,
+            "block_size": 4,
+            "hash_runs": [0, prompt // 4] if prompt >= 4 else [],
+        }
+        for number, (prompt, output) in enumerate(turns)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "hits"),
+    [
+        ({"page_size": 4}, 8 + 20),
+        ({"page_size": 8}, 8 + 16),
+        ({"page_size": 8, "tails": True}, 10 + 21),
+        ({"page_size": 8, "outputs": True}, 8 + 24),
+        ({"page_size": 8, "outputs": True, "tails": True}, 15 + 25),
+        ({"page_size": 8, "outputs": True, "tails": True, "pools": "kv,mamba"}, 15 + 25),
+    ],
+)
+def test_a_conversation_is_known_to_its_last_token(tmp_path: Path, options: dict[str, object], hits: int):
+    trace = session(tmp_path / "trace.jsonl", [(10, 6), (21, 5), (30, 1)])
+
+    report = replay(trace, **options)
+
+    assert report.hit_rate * 61 == pytest.approx(hits)
+
+
+def test_a_replay_by_token_has_no_windows():
+    with pytest.raises(ConfigError, match="swa"):
+        ReplayOptions(trace="x", pools="kv,swa", tails=True).check()

@@ -31,12 +31,17 @@ async def serving(
     device_slots: dict[str, int] | None = None,
     storage: StorageBackend | None = None,
     storage_limits: PoolLimits = PATIENT,
+    tails: bool = False,
     **options: int,
 ) -> AsyncIterator[PrefixCachedModel]:
     """One of the zoo's models; afterwards every page must be accounted for, and none held."""
     sizes = {pool.name: slots for pool in tiny_spec(name).owners} | (device_slots or {})
     config = CacheConfig(
-        device_slots=sizes, prefetch=WAIT, weight_version="test", storage_limits=storage_limits
+        device_slots=sizes,
+        prefetch=WAIT,
+        weight_version="test",
+        storage_limits=storage_limits,
+        tails=tails,
     )
     async with PrefixCachedModel.open(
         tiny_model(name), config=config, page_size=PAGE, storage=storage, **options
@@ -49,7 +54,7 @@ async def serving(
 def nothing_held(served: PrefixCachedModel) -> list[str]:
     """What is wrong with the cache of a model that serves nobody."""
     books = served.cache._controller.planner.state
-    held = [f"{len(books.sequences)} requests are open"] if books.sequences else []
+    held = [f"{len(books.requests)} requests are open"] if books.requests else []
     busy = [f"{served.running} run, {served.waiting} wait"] if served.running or served.waiting else []
     return served.cache.verify() + held + busy
 

@@ -31,7 +31,7 @@ async def run_multiturn(options: MultiturnOptions, progress: Progress) -> HitRep
     turns = options.num_clients * options.num_rounds
     histories = [Transcript(options.page_size) for _ in range(options.num_clients)]
     async with open_runner(
-        options.page_size, options.sizes, options.interval, real=options.move_bytes
+        options.page_size, options.sizes, options.interval, real=options.move_bytes, tails=options.tails
     ) as runner:
         tally = HitTally(options.num_rounds, turns, progress)
         for number in range(turns):

@@ -24,10 +24,13 @@ class MultiturnOptions(CommandOptions, frozen=True):
     window: Annotated[Natural, about("tokens of a sliding window, instead of recurrent states; 0: none")] = 0
     host_ratio: Annotated[float, Meta(ge=0, le=MOST), about("host slots for each device slot")] = 2.0
     offload_mamba: Annotated[bool, about("let states leave the device for host memory and storage")] = True
+    tails: Annotated[bool, about("let prefixes end inside a page, see the option tails")] = False
     move_bytes: Annotated[bool, about("move real bytes through the whole cache, ten times slower")] = False
     seed: int = 0
 
     def check(self) -> None:
+        if self.tails and (self.window or self.move_bytes):
+            raise ConfigError("--tails: not with --window, which needs whole pages, nor with --move-bytes")
         if not self.window and self.checkpoint_interval % self.page_size:
             raise ConfigError(
                 f"--checkpoint-interval {self.checkpoint_interval}: "
@@ -45,6 +48,8 @@ class MultiturnOptions(CommandOptions, frozen=True):
         interval has a state, and the last whole page has a window.
         """
         computed = max(self._history(round_) - 1, 0)
+        if self.tails:
+            return computed
         return computed // self.interval * self.interval
 
     def _history(self, round_: int) -> int:
@@ -70,7 +75,8 @@ class MultiturnOptions(CommandOptions, frozen=True):
     @property
     def pages(self) -> int:
         """Total pages of all finished conversations."""
-        return self.num_clients * -(-self._history(self.num_rounds) // self.page_size)
+        ends = 2 * self.num_clients + 1 if self.tails else 0
+        return self.num_clients * -(-self._history(self.num_rounds) // self.page_size) + ends
 
 
 class SharedPrefixOptions(CommandOptions, frozen=True):

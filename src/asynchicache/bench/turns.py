@@ -13,6 +13,7 @@ from asynchicache.bench.pool_sizes import PoolSizes
 from asynchicache.bench.synthetic import Transcript
 from asynchicache.bench.tally import TurnHits
 from asynchicache.bench.virtual import WHOLE, VirtualCache, VirtualRunner
+from asynchicache.bench.virtual_tails import TailRunner
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions
 from asynchicache.controller.request import Request
@@ -127,7 +128,7 @@ class ConversationRunner(Protocol):
 
 @asynccontextmanager
 async def open_runner(
-    page_size: int, sizes: PoolSizes, interval: int, *, real: bool
+    page_size: int, sizes: PoolSizes, interval: int, *, real: bool, tails: bool = False
 ) -> AsyncIterator[ConversationRunner]:
     """Open a runner on a fresh cache.
 
@@ -136,11 +137,15 @@ async def open_runner(
         sizes: sizes of the tiers.
         interval: tokens between two positions where a prompt can resume.
         real: move bytes through the whole cache; else stamps through the planner, ten times faster.
+        tails: prefixes may end inside a page; not with `real`.
 
     Raises:
         CacheError: the sizes do not fit into memory.
     """
     spec = synthetic_spec(page_size, tuple(sizes.slots()), window_pages=sizes.window_pages)
+    if tails:
+        yield TailRunner(VirtualCache(spec, sizes.slots(), tails=True), page_size, interval)
+        return
     if not real:
         yield VirtualRunner(VirtualCache(spec, sizes.slots()), page_size, interval)
         return

@@ -67,9 +67,9 @@ class VirtualCache(InstantCache):
     unwritten slots.
     """
 
-    def __init__(self, spec: ModelSpec, slots: Mapping[str, tuple[int, int]]) -> None:
-        """`slots`: device and host slots by pool. Storage is unbounded."""
-        super().__init__(Planner(spec, slots))
+    def __init__(self, spec: ModelSpec, slots: Mapping[str, tuple[int, int]], *, tails: bool = False) -> None:
+        """`slots`: device and host slots by pool. Storage is unbounded. `tails`: as of `Planner`."""
+        super().__init__(Planner(spec, slots, tails=tails))
         self.memory: dict[tuple[str, Tier], list[bytes]] = {
             (name, tier): [b""] * slots[name][tier] for name in slots for tier in (Tier.DEVICE, Tier.HOST)
         }

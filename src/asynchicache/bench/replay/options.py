@@ -39,6 +39,9 @@ class ReplayOptions(CommandOptions, frozen=True):
     ] = "prompt+branch"
     window: Annotated[Positive, about("tokens of the sliding window, for swa")] = 1024
     block_size: Annotated[Natural, about("tokens of a block, for traces that do not state it")] = 0
+    page_size: Annotated[Natural, about("tokens of a page; 0: a block of the trace")] = 0
+    outputs: Annotated[bool, about("cache outputs, which the next prompt of a session repeats")] = False
+    tails: Annotated[bool, about("let prefixes end inside a page, see the option tails")] = False
     compare: Annotated[bool, about("replay with all of --compare-policies and --compare-shares")] = False
     compare_policies: Annotated[str, about("for --compare: policies, joined by commas")] = "size,lru"
     compare_shares: Annotated[
@@ -55,10 +58,17 @@ class ReplayOptions(CommandOptions, frozen=True):
         policy(self.policy)
         for name in self.policies:
             policy(name)
+        if self.by_token and "swa" in self.names:
+            raise ConfigError("--page-size, --outputs and --tails: not with a sliding window (swa)")
         if not all(self.memory_shares):
             raise ConfigError(f"--compare-shares {self.compare_shares}: must be above 0 and at most 1")
         if self.report:
             check_folder("--report", Path(self.report).parent)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the trace is played token by token, and not block by block."""
+        return bool(self.page_size or self.outputs or self.tails)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -15,8 +15,10 @@ from asynchicache.bench.replay.options import ReplayOptions
 from asynchicache.bench.replay.player import IDS_A_BLOCK, Player
 from asynchicache.bench.replay.report import ReplayReport, ReplayTally
 from asynchicache.bench.replay.sizes import Sizes, plan_sizes, share_memory
-from asynchicache.bench.replay.survey import survey
+from asynchicache.bench.replay.survey import Survey, survey
+from asynchicache.bench.replay.tokens import TokenPlayer, TokenTrace
 from asynchicache.bench.replay.trace import Trace, read_trace
+from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.state import CacheState
 from asynchicache.testing.specs import synthetic_spec
@@ -37,6 +39,8 @@ def run_replay(options: ReplayOptions, progress: Progress) -> ReplayReport:
     trace = read_trace(Path(options.trace), options.block_size)
     checkpoints = options.checkpoints(trace.block_size)
     found = survey(trace, checkpoints)
+    if options.by_token:
+        return _by_token(options, trace, found, progress, begun)
     spec = synthetic_spec(
         IDS_A_BLOCK,
         options.names,
@@ -59,6 +63,45 @@ def run_replay(options: ReplayOptions, progress: Progress) -> ReplayReport:
     tally = _play(planner, trace, found.known, progress)
     ceiling = sum(found.known) * trace.block_size / trace.prompt_tokens
     return _report(Path(options.trace).name, planner.state, trace, sizes, tally, ceiling, begun)
+
+
+def _by_token(
+    options: ReplayOptions, trace: Trace, found: Survey, progress: Progress, begun: float
+) -> ReplayReport:
+    """Replay with pages of another size, with outputs, or with ends inside a page."""
+    size = options.page_size or trace.block_size
+    spec = synthetic_spec(size, options.names, state_bytes=2 * options.state_tokens)
+    paged = _in_pages(trace, size, outputs=options.outputs)
+    ends = replace(
+        found, states=found.states + len(trace.requests), longest=found.longest * trace.block_size // size + 2
+    )
+    sizes = plan_sizes(spec, options.shares(), paged, ends)
+    memory: dict[Tier, int] = {}
+    if options.memory_share:
+        sizes, memory = share_memory(spec, options.memory_share, sizes)
+    planner = Planner(
+        spec,
+        sizes.slots,
+        write_policy=WritePolicy(options.write_policy),
+        eviction_policy=options.policy,
+        memory=memory,
+        checkpoints=CheckpointPolicy.parse(options.checkpoint),
+        tails=options.tails,
+    )
+    player, tally = TokenPlayer(planner, TokenTrace(trace), outputs=options.outputs), ReplayTally()
+    for number in range(len(trace.requests)):
+        tally.add(player.serve(number))
+        progress(tally.requests, len(trace.requests))
+    ceiling = player.reachable / trace.prompt_tokens
+    report = _report(Path(options.trace).name, planner.state, paged, sizes, tally, ceiling, begun)
+    return replace(report, tokens_per_end=planner.state.tokens_per_end())
+
+
+def _in_pages(trace: Trace, size: int, *, outputs: bool) -> Trace:
+    """The trace's working set in pages: of its blocks and outputs, and one where each sequence ends."""
+    tokens = trace.blocks * trace.block_size
+    tokens += sum(request.output for request in trace.requests) if outputs else 0
+    return replace(trace, block_size=size, blocks=-(-tokens // size) + 2 * len(trace.requests))
 
 
 def _play(planner: Planner, trace: Trace, known: Iterable[int], progress: Progress) -> ReplayTally:

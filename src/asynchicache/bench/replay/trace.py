@@ -34,14 +34,22 @@ class TraceRequest(NamedTuple):
     Attributes:
         tokens: length of the prompt.
         runs: ids of its whole blocks, as runs.
+        output: tokens generated.
+        session: the conversation that it belongs to, if the trace says.
     """
 
     tokens: int
     runs: Runs
+    output: int = 0
+    session: str | None = None
 
     def blocks(self) -> Ids:
         """Ids of its whole blocks, in order."""
         return array("q", chain.from_iterable(range(start, start + count) for start, count in self.runs))
+
+    def whole_tokens(self, block_size: int) -> int:
+        """Tokens of its whole blocks."""
+        return sum(count for _, count in self.runs) * block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,8 @@ class _Line(msgspec.Struct):
     """One line of the file, unchecked."""
 
     input_length: int
+    output_length: int = 0
+    session_id: str | None = None
     timestamp_ms: float | None = None
     timestamp: float | None = None
     block_size: int = 0
@@ -111,7 +121,7 @@ class _Line(msgspec.Struct):
         if runs and sum(numbers[1::2]) > self.input_length // self.block_size:
             start, count = runs.pop()
             runs += [(start, count - 1)] if count > 1 else []
-        return TraceRequest(self.input_length, runs)
+        return TraceRequest(self.input_length, runs, max(self.output_length, 0), self.session_id)
 
 
 def _read(path: Path) -> list[_Line]:
@@ -204,7 +214,7 @@ def _renumbered(requests: list[TraceRequest]) -> tuple[list[TraceRequest], int]:
         for start, count in request.runs:
             interval = bisect_right(begins, start) - 1
             runs.append((firsts[interval] + start - begins[interval], count))
-        renumbered.append(TraceRequest(request.tokens, runs))
+        renumbered.append(request._replace(runs=runs))
     return renumbered, firsts[-1]
 
 

@@ -57,6 +57,7 @@ class CacheBridge:
         )
         self._page_size = spec.page_size
         self._full, *others = spec.owners
+        self.tails = cache.tails
         self._windows = [pool for pool in others if pool.per_token]
         self.has_states = any(not pool.per_token for pool in others)
         self.window_pages = max((pool.coverage.pages or 0 for pool in self._windows), default=0)
@@ -98,7 +99,8 @@ class CacheBridge:
         row: int = 0,
         states: SavedStates | None = None,
     ) -> None:
-        """Copy the pages that tokens `start` to `stop` complete, and the states if `stop` ends a page.
+        """Copy the pages that tokens `start` to `stop` complete, and the states if `stop` ends a page; with
+        tails, also the page that `stop` is in, and the states in any case.
 
         Call it after a forward that ended at `stop`, before `request.checkpoint(stop)` or
         `request.snapshot(stop)`.
@@ -116,7 +118,7 @@ class CacheBridge:
         """
         for pool in (self._full, *self._windows):
             self._save_pages(request, memory, pool, start, stop, row)
-        if self._state is not None and stop % self._page_size == 0:
+        if self._state is not None and (stop % self._page_size == 0 or self.tails):
             self._save_states(request, memory, stop, row, states)
 
     def _save_pages(
@@ -125,8 +127,9 @@ class CacheBridge:
         owner = self._owners[pool.name]
         base = request.first_page(owner)
         begin = max(start // self._page_size, base)  # skip pages that the window has passed
-        slots = request.pages(owner)[begin - base : stop // self._page_size - base]
-        write_pages(memory, self.pools, begin, slots, pool=pool.name, row=row)
+        pages = -(-stop // self._page_size) if self.tails else stop // self._page_size
+        slots, end = request.pages(owner)[begin - base : pages - base], stop if self.tails else None
+        write_pages(memory, self.pools, begin, slots, pool=pool.name, row=row, tokens=end)
 
     def _save_states(
         self, request: Request, memory: DynamicCache, stop: int, row: int, states: SavedStates | None

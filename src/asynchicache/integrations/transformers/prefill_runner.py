@@ -92,7 +92,7 @@ class PrefillRunner:
             await prefix.save(memory, stop)
             # A window moves on with the next chunk, so models with windows publish after each one.
             if stop in cuts or stop == end or self.context.bridge.window_pages:
-                await prefix.publish(stop, final=stop >= self.context.whole(end))
+                await prefix.publish(stop, final=stop >= self.context.publishable(end))
             await self._thread.run(partial(self.context.trim, memory))
             at = stop
         return Prefilled(memory, prefix.hit, logits)
@@ -112,7 +112,7 @@ class PrefillRunner:
     async def publish(
         self, request: Request, memory: DynamicCache, length: int, states: SavedStates | None, *, known: int
     ) -> None:
-        """Publish the output of a prompt, up to the last whole page.
+        """Publish the output of a prompt, up to the last whole page; with tails, also up to its end.
 
         Args:
             request: of prompt and output; entered, and not loaded.
@@ -121,16 +121,22 @@ class PrefillRunner:
             states: at the last page boundary that a decode step has reached; None if it has reached none.
             known: tokens that were published before.
         """
-        if self.context.bridge.has_states and request.keeps_output:
-            length = 0 if states is None else states.tokens
-        else:
-            states = None
-        if self.context.whole(length) <= known:
+        bridge = self.context.bridge
+        ends: list[tuple[int, SavedStates | None]] = []
+        if bridge.has_states and request.keeps_output:
+            if states is not None and states.tokens > known:
+                ends.append((states.tokens, states))
+            if bridge.tails and length > max(known, states.tokens if states is not None else 0):
+                ends.append((length, None))  # the states in `memory` are those of its end
+        elif self.context.publishable(length) > known:
+            ends.append((self.context.publishable(length) if bridge.tails else length, None))
+        if not ends:
             return
         prefix = CachedPrefix(self.context, request)
         await prefix.load(counted=False)
-        await prefix.save_late(memory, length, states)
-        await prefix.publish(length, final=True)
+        for end, saved in ends:
+            await prefix.save_late(memory, end, saved)
+            await prefix.publish(end, final=end == ends[-1][0])
 
 
 async def open_prefill_runner(

@@ -51,6 +51,10 @@ class PrefixContext:
         """Round `tokens` down to whole pages."""
         return tokens - tokens % self.page_size
 
+    def publishable(self, tokens: int) -> int:
+        """Round `tokens` of a prompt down to where a prefix may end."""
+        return tokens if self.bridge.tails and not self.bridge.has_states else self.whole(tokens)
+
     def trim(self, memory: DynamicCache, *, more_pages: int = 0) -> None:
         """Drop rows that no later forward or publication reads; on the model's thread."""
         if self.bridge.window_pages:  # otherwise there are no windows, or their pages are all kept

@@ -94,6 +94,7 @@ def write_pages(
     *,
     pool: str | None = None,
     row: int = 0,
+    tokens: int | None = None,
 ) -> None:
     """Copy whole pages of one sequence from `cache` to pool memory.
 
@@ -104,6 +105,7 @@ def write_pages(
         slots: destination slots, one per page, in order.
         pool: the pool of `slots`. Default: the pool that covers every page.
         row: index of the sequence in the batch.
+        tokens: end of the copied tokens, if that is inside the last page. Default: its end.
 
     Raises:
         UsageError: the cache does not hold these pages, or a slot or the pool does not exist.
@@ -114,12 +116,12 @@ def write_pages(
     pools.check_slots(name, slots)
     _check_row(cache, row)
     size = pools.spec.page_size
-    start, stop = first_page * size, (first_page + len(slots)) * size
+    start, stop = first_page * size, (first_page + len(slots)) * size if tokens is None else tokens
     if first_page < 0 or stop > cache.get_seq_length():
         raise UsageError(f"tokens {start} to {stop} are not all among the cache's {cache.get_seq_length()}")
     with torch.no_grad():
         for index, memory in pools.pages[name].items():
-            _write_layer(cache.layers[index], index, memory, slots, start, row, size)
+            _write_layer(cache.layers[index], index, memory, slots, start, stop, row, size)
 
 
 def _write_layer(
@@ -128,6 +130,7 @@ def _write_layer(
     memory: PageMemory,
     slots: Sequence[int],
     start: int,
+    stop: int,
     row: int,
     page_size: int,
 ) -> None:
@@ -144,7 +147,7 @@ def _write_layer(
         )
     for name, target in memory.items():
         entry = page_size // target.shape[1]  # tokens per entry
-        _scatter(target, slots, rows_of(layer, name, row)[(start - first) // entry :])
+        _scatter(target, slots, rows_of(layer, name, row)[(start - first) // entry : (stop - first) // entry])
 
 
 def write_states(cache: DynamicCache, pools: PoolMap, slot: int, *, row: int = 0) -> None:
@@ -237,18 +240,19 @@ def restore(
         config: configuration of the model that will read the cache.
         pools: the source.
         kv_slots: slots of the sequence's pages from its beginning; slots after `tokens` are not read.
-        tokens: number of tokens, in whole pages; 0 gives an empty cache.
+        tokens: number of tokens; 0 gives an empty cache. They may end inside a page only without windows and
+            compressed entries.
         state_slot: slot of the states after `tokens` tokens; None if and only if the model has no states or
             `tokens` is 0.
         window_slots: slots of the window pool, if the model has one: the last pages before `tokens`, in
             order; the number that the pool's coverage requires, or all if there are fewer.
 
     Raises:
-        UsageError: `tokens` is not whole pages, slots are too few or do not exist, or `state_slot` is missing
-            or unexpected.
+        UsageError: `tokens` end inside a page where they must not, slots are too few or do not exist, or
+            `state_slot` is missing or unexpected.
     """
-    pages, rest = divmod(tokens, pools.spec.page_size)
-    if tokens < 0 or rest or pages > len(kv_slots):
+    pages = -(-tokens // pools.spec.page_size)
+    if tokens < 0 or pages > len(kv_slots) or (tokens % pools.spec.page_size and not _divides(pools)):
         raise UsageError(f"{tokens} tokens are not whole pages within {len(kv_slots)} slots")
     _check_state_slot(pools, tokens, state_slot)
     cache = new_cache(config)
@@ -262,6 +266,13 @@ def restore(
             for layer, memory in pools.states.items():
                 fill_states(cache.layers[layer], memory, state_slot, tokens)
     return cache
+
+
+def _divides(pools: PoolMap) -> bool:
+    """Whether the first tokens of a page can be restored alone."""
+    paged = [pool for pool in pools.spec.pools if pool.per_token]
+    entries = max(tensor.tokens_per_entry for pool in paged for tensor in pool.tensors)
+    return entries == 1 and all(pool.coverage.pages is None for pool in paged)
 
 
 def _check_state_slot(pools: PoolMap, tokens: int, state_slot: int | None) -> None:
@@ -297,6 +308,8 @@ def _restore_pages(
     for name, layers in pools.pages.items():
         for index, memory in layers.items():
             rows = {field: _gather(held, slots[name]) for field, held in memory.items()}
+            if tokens % pools.spec.page_size:
+                rows = {field: held[:tokens] for field, held in rows.items()}
             fill_rows(cache.layers[index], rows, tokens)
 
 
@@ -304,10 +317,14 @@ def _restore_pages(
 
 
 def _scatter(memory: torch.Tensor, slots: Sequence[int], rows: torch.Tensor) -> None:
-    """Copy the first rows of `[entries, *shape]` to `slots` of `memory` `[slots, entries, *shape]`."""
+    """Copy the first rows of `[entries, *shape]` to `slots` of `memory` `[slots, entries, *shape]`; the last
+    page may be given in part."""
     rows = _fitting(rows[: len(slots) * memory.shape[1]], memory[:, 0])
-    pages = rows.reshape(len(slots), *memory.shape[1:])
-    memory.index_copy_(0, _index(memory, slots), pages.to(memory.device))
+    whole, rest = divmod(len(rows), memory.shape[1])
+    pages = rows[: whole * memory.shape[1]].reshape(whole, *memory.shape[1:])
+    memory.index_copy_(0, _index(memory, slots[:whole]), pages.to(memory.device))
+    if rest:
+        memory[slots[whole], :rest] = rows[-rest:].to(memory.device)
 
 
 def _gather(memory: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
