@@ -71,7 +71,6 @@ def test_a_cache_of_another_dtype_is_not_converted() -> None:
 @pytest.mark.parametrize(
     ("slots", "tokens", "state", "words"),
     [
-        ([0, 1], PAGE + 8, 0, "24 tokens are not whole pages"),
         ([0], 2 * PAGE, 0, "within 1 slots"),
         ([0], -PAGE, 0, "-16 tokens"),
         ([0], PAGE, None, "no state slot for 16 tokens .* 3 layers that keep states"),
@@ -83,6 +82,17 @@ def test_a_cache_of_another_dtype_is_not_converted() -> None:
 def test_restores_that_cannot_be(slots: list[int], tokens: int, state: int | None, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         restore(tiny_config("qwen3_5"), pool_map(tiny_spec("qwen3_5"), 8), slots, tokens, state)
+
+
+def test_windows_end_with_a_page() -> None:
+    with pytest.raises(UsageError, match="24 tokens are not whole pages"):
+        restore(tiny_config("gemma3"), pool_map(tiny_spec("gemma3"), 8), [0, 1], PAGE + 8, None)
+
+
+@pytest.mark.parametrize("tokens", [PAGE - 1, 2 * PAGE + 1])
+def test_a_page_is_written_up_to_a_token_of_it(tokens: int) -> None:
+    with pytest.raises(UsageError, match=f"end at {tokens}"):
+        write_pages(filled("qwen3_5", 3 * PAGE), pool_map(tiny_spec("qwen3_5"), 8), 1, [0], tokens=tokens)
 
 
 def test_restore_for_another_model() -> None:

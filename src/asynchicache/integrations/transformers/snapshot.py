@@ -108,7 +108,7 @@ def write_pages(
         tokens: end of the copied tokens, if that is inside the last page. Default: its end.
 
     Raises:
-        UsageError: the cache does not hold these pages, or a slot or the pool does not exist.
+        UsageError: the cache does not hold these pages, they do not end at `tokens`, or a slot or the pool does not exist.
     """
     name = pools.spec.pools[0].name if pool is None else pool
     if name not in pools.pages:
@@ -119,6 +119,8 @@ def write_pages(
     start, stop = first_page * size, (first_page + len(slots)) * size if tokens is None else tokens
     if first_page < 0 or stop > cache.get_seq_length():
         raise UsageError(f"tokens {start} to {stop} are not all among the cache's {cache.get_seq_length()}")
+    if not start <= stop <= start + len(slots) * size:
+        raise UsageError(f"{len(slots)} pages from token {start} on cannot end at {stop}")
     with torch.no_grad():
         for index, memory in pools.pages[name].items():
             _write_layer(cache.layers[index], index, memory, slots, start, stop, row, size)
