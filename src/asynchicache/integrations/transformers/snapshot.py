@@ -108,8 +108,8 @@ def write_pages(
         tokens: end of the copied tokens, if that is inside the last page. Default: its end.
 
     Raises:
-        UsageError: the cache does not hold these pages, they do not end at `tokens`, or a slot or the pool does
-            not exist.
+        UsageError: the cache does not hold these pages, they do not end at `tokens`, or a slot or the pool
+            does not exist.
     """
     name = pools.spec.pools[0].name if pool is None else pool
     if name not in pools.pages:
