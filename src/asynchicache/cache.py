@@ -35,9 +35,10 @@ from asynchicache.planner.planner import Planner
 from asynchicache.pools.balance import advise_split, find_undersized_pools
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.engine import EngineMemory
+from asynchicache.pools.extents import ExtentPlan
 from asynchicache.pools.host import HostPool
 from asynchicache.pools.shared import share
-from asynchicache.pools.sizing import FreeMemory, plan_host_slots, plan_slots
+from asynchicache.pools.sizing import FreeMemory, plan_host_slots, plan_shared_host, plan_slots
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
@@ -47,6 +48,7 @@ from asynchicache.tracing import Tracer
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.opening import (
     CopyOptions,
+    HostMemory,
     allocate_hosts,
     allocate_memories,
     close_transfers,
@@ -623,23 +625,26 @@ async def _open_parts(
     if device is None:
         device = open_device(config)
         kept.callback(device.close)
-    slots = _slots(spec, config, free_memory(device), pages)
+    slots, plan = _slots(spec, config, free_memory(device), pages, alone=group is None)
     if group is not None:
         slots = dict(await group.agree(spec, config, slots, port.now))
-    memories, hosts = await _allocate(spec, slots, device, config, port, kept, engine)
+    memories, on_host = await _allocate(spec, slots, plan, device, config, port, kept, engine)
+    hosts = on_host.pools
     if owned:  # closes before the memory: a failed device may still run copies
         kept.callback(device.close)
-    planner = _planner(spec, slots, config, pages, alone=group is None and config.ranks == 1)
+    alone = group is None and config.ranks == 1
+    planner = _planner(spec, slots, config, pages, plan, alone=alone)
+    planner.state.on_move = partial(_move, hosts)
     stack.callback(planner.abandon)
     reactor = CompletionReactor(port)
     transfers: Transfers
     if isinstance(engine, RemoteCopies):
-        engine.start(spec, share(hosts), port)
+        engine.start(spec, share(hosts, 0 if plan is None else plan.extent_bytes), port)
         transfers = engine
     else:
         copying = CopyOptions(config.copy_path, config.audit, inline=config.inline, measure=measure)
         transfers = await open_engine(device, memories, spec.layers, port, reactor, copying)
-    leaked = memories or hosts
+    leaked = memories or on_host
     stack.push_async_callback(close_transfers, transfers, reactor, kept, leaked, config.close_seconds)
     sharing = planner.state.sharing
     stored = StoragePools(sharing) if group is None else group.storage(sharing)
@@ -654,7 +659,8 @@ async def _open_parts(
     controller = _controller(planner, executor, stored, config)
     if transfers.audit is not None:
         planner.state.watch_host(transfers.audit.forget)
-    for growth in growing_pools(spec, hosts, port, planner.state.open_host):
+    state = planner.state
+    for growth in growing_pools(spec, on_host, port, state.open_host, state.open_extents):
         tasks.spawn(growth)
     if group is not None:
         await group.start(executor.fail)
@@ -677,22 +683,26 @@ def _controller(
 async def _allocate(
     spec: ModelSpec,
     slots: Mapping[str, tuple[int, int]],
+    plan: ExtentPlan | None,
     device: Device,
     config: CacheConfig,
     port: Port,
     kept: ExitStack,
     engine: EngineMemory | RemoteCopies | None,
-) -> tuple[dict[str, PoolMemory], dict[str, HostPool]]:
+) -> tuple[dict[str, PoolMemory], HostMemory]:
     """Allocate the memory of both tiers, or of the host alone if the copies run elsewhere."""
     # Shielded from cancellation: memory that a thread still pins could not be unpinned.
     if isinstance(engine, RemoteCopies):
         counts = {name: host for name, (_, host) in slots.items()}
-        hosting = partial(allocate_hosts, spec, counts, config.host_layout, kept, shared=True)
+        hosting = partial(allocate_hosts, spec, counts, config.host_layout, kept, mapped=True, plan=plan)
         return {}, await shielded(port.run_blocking(hosting))
     owned = None if engine is None else engine.pools
-    allocate = partial(allocate_memories, spec, slots, device.name, config.host_layout, kept, owned)
-    memories = await shielded(port.run_blocking(allocate))
-    return memories, {name: memory.host for name, memory in memories.items()}
+    allocate = partial(allocate_memories, spec, slots, device.name, config.host_layout, kept, owned, plan)
+    return await shielded(port.run_blocking(allocate))
+
+
+def _move(hosts: Mapping[str, HostPool], pool: str, sources: list[int], destinations: list[int]) -> None:
+    hosts[pool].move(sources, destinations)
 
 
 def _for_engine(config: CacheConfig, engine: EngineMemory | RemoteCopies) -> CacheConfig:
@@ -711,15 +721,28 @@ def _for_engine(config: CacheConfig, engine: EngineMemory | RemoteCopies) -> Cac
 
 
 def _slots(
-    spec: ModelSpec, config: CacheConfig, memory: FreeMemory, pages: Mapping[str, int] | None
-) -> dict[str, tuple[int, int]]:
-    """Device and host slots of each pool; no device slots if an engine has `pages` of its own."""
+    spec: ModelSpec,
+    config: CacheConfig,
+    memory: FreeMemory,
+    pages: Mapping[str, int] | None,
+    *,
+    alone: bool,
+) -> tuple[dict[str, tuple[int, int]], ExtentPlan | None]:
+    """Device and host slots of each pool; no device slots if an engine has `pages` of its own. And the host
+    memory that pools share: not with other ranks, whose log has no moves within the host."""
+    may_share = alone and config.host_layout.whole_slots
     if pages is not None:
-        return {name: (0, count) for name, count in plan_host_slots(spec, config, pages, memory).items()}
+        plan = plan_shared_host(spec, config, pages, memory, engine=True) if may_share else None
+        on_host = plan_host_slots(spec, config, pages, memory, plan)
+        return {name: (0, count) for name, count in on_host.items()}, plan
     slots = plan_slots(spec, config, memory)
+    device = {name: count for name, (count, _) in slots.items()}
+    plan = plan_shared_host(spec, config, device, memory, engine=False) if may_share else None
+    shared = {} if plan is None else {name: plan.slots(name) for name in plan.slot_bytes}
     for pool in find_undersized_pools(spec, slots, config.tokens_per_state):
-        _log.warning("%s", pool)
-    return slots
+        if pool.pool not in shared:
+            _log.warning("%s", pool)
+    return {name: (count, shared.get(name, host)) for name, (count, host) in slots.items()}, plan
 
 
 def _planner(
@@ -727,6 +750,7 @@ def _planner(
     slots: Mapping[str, tuple[int, int]],
     config: CacheConfig,
     pages: Mapping[str, int] | None,
+    plan: ExtentPlan | None,
     *,
     alone: bool,
 ) -> Planner:
@@ -741,6 +765,7 @@ def _planner(
         engine_pages=pages,
         page_keys=config.page_keys,
         tails=config.tails and alone,
+        extents=plan,
     )
 
 

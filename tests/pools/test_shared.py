@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,8 @@ import pytest
 
 from asynchicache.errors import CapacityError, ConfigError
 from asynchicache.layouts import HostLayout
-from asynchicache.pools.host import HostPool
-from asynchicache.pools.shared import HostHandle, SharedSlab, SlabHandle, attach, attach_pool, share
+from asynchicache.pools.host import HostPool, SharedHostMemory
+from asynchicache.pools.shared import HostHandle, SharedSlab, SlabHandle, attach, attach_pools, share
 from asynchicache.testing.specs import synthetic_spec
 
 SPEC = synthetic_spec(4)
@@ -92,33 +93,59 @@ def test_no_room_is_said() -> None:
         SharedSlab(0)
 
 
-def shared_pool(layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT) -> HostPool:
-    pool = SPEC.pool("kv")
-    nbytes = HostPool(pool, 4, 3, pin=False, layout=layout).memory.nbytes
-    return HostPool(pool, 4, 3, pin=False, layout=layout, memory=SharedSlab(nbytes))
+def shared_pools(layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT) -> dict[str, HostPool]:
+    pools = {}
+    for pool in SPEC.pools:
+        nbytes = HostPool(pool, 4, 3, pin=False, layout=layout).memory.nbytes
+        pools[pool.name] = HostPool(pool, 4, 3, pin=False, layout=layout, memory=SharedSlab(nbytes))
+    return pools
 
 
 @pytest.mark.parametrize("layout", list(HostLayout))
-def test_an_attached_pool_has_the_same_slots(layout: HostLayout) -> None:
-    ours = shared_pool(layout)
-    handle = msgspec.json.decode(msgspec.json.encode(share({"kv": ours})), type=HostHandle)
-    theirs = attach_pool(SPEC, "kv", handle, None)
-    ours.items("keys")[:, 2] = 7
-    assert (theirs.items("keys")[:, 2] == 7).all()
-    assert (theirs.slots, theirs.layout) == (ours.slots, ours.layout)
-    theirs.close()
-    ours.close()
+def test_attached_pools_have_the_same_slots(layout: HostLayout) -> None:
+    ours = shared_pools(layout)
+    handle = msgspec.json.decode(msgspec.json.encode(share(ours)), type=HostHandle)
+    with ExitStack() as kept:
+        theirs, shared = attach_pools(SPEC, handle, None, kept)
+        assert shared is None
+        for name, items in (("kv", "keys"), ("mamba", "recurrent")):
+            ours[name].items(items)[:, 2] = 7
+            assert (theirs[name].items(items)[:, 2] == 7).all()
+            assert (theirs[name].slots, theirs[name].layout) == (ours[name].slots, ours[name].layout)
+            ours[name].close()
 
 
-def test_a_pool_of_another_model_is_refused(tmp_path: Path) -> None:
-    ours = shared_pool()
-    handle = share({"kv": ours})
-    with pytest.raises(ConfigError, match="the same model and page size"):
-        attach_pool(synthetic_spec(8), "kv", handle, None)
-    with pytest.raises(ConfigError, match="has pools \\['kv'\\], not 'mamba'"):
-        attach_pool(SPEC, "mamba", handle, None)
+def test_pools_that_share_a_memory_share_it_where_it_is_attached() -> None:
+    memory = SharedHostMemory(SharedSlab(8 * 4096), 4096)
+    ours = {pool.name: HostPool(pool, 4, 8, pin=False, memory=memory) for pool in SPEC.pools}
+    handle = msgspec.json.decode(msgspec.json.encode(share(ours, 4096)), type=HostHandle)
+    with ExitStack() as kept:
+        theirs, shared = attach_pools(SPEC, handle, None, kept)
+        assert shared is not None
+        assert theirs["kv"].memory is theirs["mamba"].memory is shared.slab
+        ours["mamba"].items("recurrent")[:, 5] = 9
+        assert bytes(theirs["kv"].page(5)) == bytes(ours["mamba"].page(5))
+        ours["kv"].move([5], [1])
+        assert (theirs["mamba"].items("recurrent")[:, 1] == 9).all()
+        ours["kv"].close()  # the others still have the memory
+        assert ours["mamba"].page(5)[0] == 9
+    memory.close()
+
+
+def test_pools_of_another_model_are_refused(tmp_path: Path) -> None:
+    ours = shared_pools()
+    handle = share(ours)
+    with ExitStack() as kept:
+        with pytest.raises(ConfigError, match="the same model and page size"):
+            attach_pools(synthetic_spec(8), handle, None, kept)
+        with pytest.raises(ConfigError, match="has pools \\['kv'\\], not 'mamba'"):
+            attach_pools(SPEC, share({"kv": ours["kv"]}), None, kept)
     with pytest.raises(ConfigError, match="is not shared"):
         share({"kv": HostPool(SPEC.pool("kv"), 4, 3, pin=False)})
     with pytest.raises(ConfigError, match="3 slots take 12288"):
         HostPool(SPEC.pool("kv"), 4, 3, pin=False, memory=SharedSlab(4096))
-    ours.close()
+    memory = SharedHostMemory(SharedSlab(4096), 4096)
+    with pytest.raises(ConfigError, match="3 slots in layout 'page_first' do not fit into shared memory"):
+        HostPool(SPEC.pool("kv"), 4, 3, pin=False, layout=HostLayout.PAGE_FIRST, memory=memory)
+    for pool in ours.values():
+        pool.close()

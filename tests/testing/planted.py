@@ -6,7 +6,7 @@ Most are bugs that caches of this kind have had, or that this one had before its
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +16,7 @@ from asynchicache.controller.prefetch import Prefetcher
 from asynchicache.controller.request import Request
 from asynchicache.controller.storage_writer import StorageWriter
 from asynchicache.hashing import page_digests, pool_fingerprint
+from asynchicache.planner import state
 from asynchicache.planner.activity import Activity
 from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.fetch import FetchPlanner, Outcomes, StorageRead
@@ -25,6 +26,8 @@ from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.room_queue import RoomQueue
 from asynchicache.planner.state import CacheState
 from asynchicache.pools.allocator import SlotAllocator
+from asynchicache.pools.extents import ExtentAllocator
+from asynchicache.pools.host import HostPool
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.guard import GuardedPool
 from asynchicache.streams.base import Stream
@@ -33,7 +36,7 @@ from asynchicache.transfer.audit import AuditSample
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.fences import Fence
 from asynchicache.tree import copies, tails
-from asynchicache.tree.node import FULL, RESIDENT, SlotPlace, place_of
+from asynchicache.tree.node import FULL, RESIDENT, Node, SlotPlace, place_of
 from asynchicache.tree.radix_tree import PathLease, UnifiedRadixTree
 from asynchicache.types import MissReason, Outcome, Tier
 
@@ -130,6 +133,32 @@ def freed_twice(patch: Patch) -> None:
             self.free[place]._free.append(slots[0])
 
     patch.setattr(CacheState, "give_back", twice)
+
+
+@bug
+def extent_given_away_while_a_slot_lives(patch: Patch) -> None:
+    freed = ExtentAllocator._freed
+
+    def early(self: ExtentAllocator, slots: Sequence[int]) -> None:
+        freed(self, slots)
+        for extent in self.emptiest()[:1]:
+            if self._live[extent] == 1 and self.extents.owners[extent] is self:
+                self.extents.give_back(extent)
+
+    patch.setattr(ExtentAllocator, "_freed", early)
+
+
+@bug
+def slots_are_moved_under_a_copy_that_reads_them(patch: Patch) -> None:
+    def resident(node: Node, place: SlotPlace, protected: object) -> bool:
+        return node.residency[place] == RESIDENT
+
+    patch.setattr(state, "_may_move", resident)
+
+
+@bug
+def slots_are_moved_without_their_bytes(patch: Patch) -> None:
+    patch.setattr(HostPool, "move", nothing)
 
 
 @bug

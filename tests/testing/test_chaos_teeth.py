@@ -35,6 +35,7 @@ RARE = {
     "published_window_is_anybodys",
     "salt_ignored",
     "shards_share_a_key",
+    "slots_are_moved_without_their_bytes",
     "slots_of_a_late_call_are_given_back",
     "split_forgets_who_keeps_the_window",
     "stale_marks_after_storage_was_cleared",

@@ -113,17 +113,24 @@ def test_every_path_moves_what_copies_of_single_pages_move(
 
 @given(st.data())
 def test_runs_are_split_at_the_borders_of_one_side(data: st.DataObject) -> None:
-    step, side = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 1))
+    step, side, slot_bytes = (data.draw(st.integers(*among)) for among in ((1, 9), (0, 1), (1, 5)))
     rows = st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 30))
     runs = np.array(data.draw(st.lists(rows, max_size=5)), np.int64).reshape(-1, 3)
     before = runs.copy()
 
-    found = split_runs(runs, side, step)
+    found = split_runs(runs, side, step * slot_bytes, slot_bytes)
 
     assert list(zip(*expand_runs(found), strict=True)) == list(zip(*expand_runs(runs), strict=True))
     assert (found[:, side] // step == (found[:, side] + found[:, 2] - 1) // step).all()
     assert len(found) == sum((row[side] + row[2] - 1) // step - row[side] // step + 1 for row in runs)
     assert (runs == before).all()
+
+
+def test_borders_may_lie_within_slots_that_are_not_used() -> None:
+    """Registrations of 10 bytes, slots of 4: slots 2 and 7 cross a border."""
+    runs = np.array([(0, 50, 2), (3, 60, 4), (8, 70, 4)], np.int64)
+    found = split_runs(runs, 0, 10, 4)
+    assert found.tolist() == [[0, 50, 2], [3, 60, 2], [5, 62, 2], [8, 70, 2], [10, 72, 2]]
 
 
 @pytest.mark.parametrize("direction", [Direction.LOAD, Direction.BACKUP])

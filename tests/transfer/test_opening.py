@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -16,13 +17,15 @@ from asynchicache.errors import CapacityError
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.pools.device import DevicePool
+from asynchicache.pools.extents import ExtentMemory, ExtentPlan
 from asynchicache.pools.host import HostPool
 from asynchicache.pools.slabs import Pinner
 from asynchicache.ports import AsyncioPort
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.transfer import calibration, opening
 from asynchicache.transfer.copies import PoolMemory
-from asynchicache.transfer.opening import allocate_memories, growing_pools
+from asynchicache.transfer.opening import HostMemory, allocate_hosts, allocate_memories, growing_pools
+from asynchicache.types import trailing_pages
 from pools.cuda_runtime import PlayedRuntime
 
 KV = PoolSpec("kv", (TensorSpec("keys", (0,), (1024,), "float32"),))
@@ -42,8 +45,12 @@ class _Runtime:
         return 0
 
 
-def hosts(memories: Mapping[str, PoolMemory]) -> dict[str, HostPool]:
-    return {name: memory.host for name, memory in memories.items()}
+def hosts(memories: Mapping[str, PoolMemory]) -> HostMemory:
+    return HostMemory({name: memory.host for name, memory in memories.items()})
+
+
+def no_extents(count: int) -> None:
+    raise AssertionError("no pools share memory")
 
 
 def _memories() -> Mapping[str, PoolMemory]:
@@ -62,7 +69,7 @@ async def test_slots_open_once_every_pool_that_shares_them_is_pinned() -> None:
         slots.open_only(count)
         told.append((pool, count))
 
-    growths = list(growing_pools(SPEC, hosts(memories), port, opened))
+    growths = list(growing_pools(SPEC, hosts(memories), port, opened, no_extents))
     assert slots.allocate(2) == [0, 1]
     for growth in growths:
         await growth
@@ -78,10 +85,45 @@ async def test_slots_open_once_every_pool_that_shares_them_is_pinned() -> None:
 async def test_a_cpu_pins_nothing() -> None:
     port = AsyncioPort(threads=1)
     kept = ExitStack()
-    memories = allocate_memories(SPEC, {"kv": (2, 6)}, "cpu", HostLayout.PAGE_FIRST, kept)
+    memories, on_host = allocate_memories(SPEC, {"kv": (2, 6)}, "cpu", HostLayout.PAGE_FIRST, kept)
 
-    assert list(growing_pools(SPEC, hosts(memories), port, lambda pool, count: None)) == []
+    assert list(growing_pools(SPEC, on_host, port, lambda pool, count: None, no_extents)) == []
     assert {memory.host.layout.kind for memory in memories.values()} == {HostLayout.PAGE_FIRST}
+    kept.close()
+    await port.aclose()
+
+
+@pytest.mark.asyncio
+async def test_extents_open_as_the_memory_that_pools_share_is_pinned() -> None:
+    """Extents of 16 KiB, pinned two at a time; what shares the slots of `kv` has 24 slots, pinned eight at a
+    time: of two extents each."""
+    state = PoolSpec(
+        "mamba", (TensorSpec("s", (0,), (4 * PAGE,), "uint8"),), trailing_pages(1), per_token=False
+    )
+    spec = ModelSpec("hybrid", 1, 1, (KV, replace(DSA, tensors=KV.tensors), state))
+    plan = ExtentPlan({"kv": PAGE, "mamba": 4 * PAGE}, 4 * PAGE, 6)
+    port, kept, memory, told = AsyncioPort(threads=1), ExitStack(), ExtentMemory(plan), []
+
+    def opened(extents: int) -> None:
+        memory.open_only(extents)
+        told.append(extents)
+
+    slots = {name: plan.slots(name) for name in plan.slot_bytes}
+    on_host = allocate_hosts(
+        spec,
+        slots,
+        HostLayout.PAGE_FIRST_DIRECT,
+        kept,
+        pinner=Pinner(_Runtime(), step_bytes=8 * PAGE),
+        plan=plan,
+    )
+    assert on_host.shared is not None
+    for growth in growing_pools(spec, on_host, port, lambda pool, count: None, opened):
+        await growth
+
+    assert told == [2, 2, 2, 4, 6]
+    assert on_host.pools["kv"].step_bytes == 8 * PAGE
+    assert on_host.pools["kv"].memory is on_host.pools["mamba"].memory
     kept.close()
     await port.aclose()
 

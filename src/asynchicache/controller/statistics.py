@@ -11,6 +11,8 @@ from asynchicache.controller.storage_pools import StoragePools
 from asynchicache.controller.storage_writer import WriteCounters
 from asynchicache.histograms import Distribution
 from asynchicache.planner.state import CacheState, PlannerCounters
+from asynchicache.pools.allocator import SlotAllocator
+from asynchicache.pools.extents import ExtentAllocator
 from asynchicache.storage.statistics import PoolStatistics
 from asynchicache.transfer.statistics import TransferStatistics
 from asynchicache.transfer.transfers import Transfers
@@ -20,7 +22,11 @@ from asynchicache.types import Tier
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Slots of one pool in one tier. `closed`: not usable yet, because their memory is not pinned."""
+    """Slots of one pool in one tier.
+
+    `closed`: not usable yet, because their memory is not pinned. In memory that pools share, `capacity` is
+    what the pool could have if the others kept what they have now.
+    """
 
     capacity: int
     held: int
@@ -76,6 +82,7 @@ class CacheStatistics:
         tokens_per_end: cached tokens for each end of a path in memory, in the larger tier: what the traffic
             asks for as `tokens_per_state`. 0 if nothing is cached.
         group: the other ranks of a sharded model; None if there are none.
+        host_bytes: by pool that shares host memory with others, the bytes that it has now.
         room_waits: durations of `admit` and `reserve`, which wait for other requests to free slots.
     """
 
@@ -92,6 +99,7 @@ class CacheStatistics:
     room_waits: Distribution
     tokens_per_end: int = 0
     group: GroupStatistics | None = None
+    host_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def collect_statistics(
@@ -118,17 +126,23 @@ def collect_statistics(
         room_waits=controller.admission.waits.snapshot(),
         tokens_per_end=state.tokens_per_end(),
         group=group,
+        host_bytes=state.host_bytes(),
     )
 
 
 def _occupancy(state: CacheState) -> dict[str, tuple[Occupancy, Occupancy]]:
     occupancy = {}
     for component_id, name in enumerate(state.names):
-        tiers = [
-            Occupancy(f.capacity, f.held, f.quarantined, f.closed) for f in state.free[2 * component_id :][:2]
-        ]
+        tiers = [_of(free) for free in state.free[2 * component_id :][:2]]
         occupancy[name] = (tiers[0], tiers[1])
     return occupancy
+
+
+def _of(free: SlotAllocator) -> Occupancy:
+    capacity = free.capacity
+    if isinstance(free, ExtentAllocator):
+        capacity = free.held + free.available + free.quarantined + free.closed
+    return Occupancy(capacity, free.held, free.quarantined, free.closed)
 
 
 def _evicted(state: CacheState) -> dict[str, tuple[int, int]]:

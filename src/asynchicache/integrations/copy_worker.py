@@ -14,8 +14,8 @@ from asynchicache.errors import CacheError, ConfigError
 from asynchicache.openings import Opening, caller
 from asynchicache.parts import open_device
 from asynchicache.pools.engine import EngineMemory
-from asynchicache.pools.host import HostPool
-from asynchicache.pools.shared import HostHandle, attach_pool
+from asynchicache.pools.host import HostPool, SharedHostMemory
+from asynchicache.pools.shared import HostHandle, attach_pools
 from asynchicache.pools.slabs import Pinner
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import ModelSpec
@@ -165,17 +165,22 @@ def _attach(spec: ModelSpec, host: HostHandle, device: str, kept: ExitStack) -> 
     """Map and pin all of the host memory. Blocking.
 
     Raises:
-        ConfigError, CapacityError: see `attach_pool`; or the GPU cannot pin all of it.
+        ConfigError, CapacityError: see `attach_pools`; or the GPU cannot pin all of it.
     """
-    pinner, hosts = Pinner.of(device), {}
-    for pool in spec.pools:
-        hosts[pool.name] = attached = attach_pool(spec, pool.name, host, pinner)
-        kept.callback(attached.close)
-        while attached.growing:
-            attached.grow()
-        if attached.ready < attached.slots:
+    hosts, shared = attach_pools(spec, host, Pinner.of(device), kept)
+    memories: list[HostPool | SharedHostMemory] = [*hosts.values()]
+    for memory in memories if shared is None else [*memories, shared]:
+        while memory.growing:
+            memory.grow()
+    for name, pool in hosts.items():
+        if pool.ready < pool.slots:
             raise ConfigError(
-                f"pool {pool.name!r}: only {attached.ready} of {attached.slots} host slots can be pinned, "
+                f"pool {name!r}: only {pool.ready} of {pool.slots} host slots can be pinned, "
                 "and the cache uses all: lower its host_slots or host_bytes"
             )
+    if shared is not None and shared.ready < shared.slab.nbytes:
+        raise ConfigError(
+            f"only {shared.ready} of {shared.slab.nbytes} bytes of the host memory that pools share can be "
+            "pinned, and the cache uses all: lower its host_bytes"
+        )
     return hosts

@@ -217,6 +217,18 @@ FAMILIES = (
         _one(lambda s: s.planner.states_skipped),
     ),
     Family(
+        "host_bytes",
+        "Bytes of the host memory that pools share, by the pool that has them.",
+        ("pool",),
+        lambda s: (((pool,), nbytes) for pool, nbytes in s.host_bytes.items()),
+    ),
+    Family(
+        "moved_slots_total",
+        "Pages and states moved within the host memory that pools share.",
+        (),
+        _one(lambda s: s.planner.moved),
+    ),
+    Family(
         "tokens_per_end",
         "Cached tokens for each end of a path: what the traffic asks for as tokens_per_state.",
         (),

@@ -24,6 +24,7 @@ from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.planner.tail_ends import TailPlanner
 from asynchicache.planner.windows import WindowPlanner
+from asynchicache.pools.extents import ExtentPlan
 from asynchicache.specs import ModelSpec
 from asynchicache.tree import copies, tails
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Node, SlotPlace, place_of
@@ -60,6 +61,7 @@ class Planner:
         page_keys: bool = False,
         memory: Mapping[Tier, int] | None = None,
         tails: bool = False,
+        extents: ExtentPlan | None = None,
     ) -> None:
         """
         Args:
@@ -73,6 +75,7 @@ class Planner:
             page_keys: prefixes are page keys, not tokens.
             memory: bytes of the tiers whose memory all pools share.
             tails: prefixes may end inside a page (`CacheState`).
+            extents: the host memory that the pools named there share.
         """
         checkpoints.check(spec.page_size)
         self.checkpoints = checkpoints
@@ -85,6 +88,7 @@ class Planner:
             page_keys=page_keys,
             memory=memory,
             tails=tails,
+            extents=extents,
         )
         self.activity = Activity()
         self.backups = BackupPlanner(self.state, self.activity, clean_share=clean_share)

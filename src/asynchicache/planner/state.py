@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
@@ -13,6 +12,7 @@ from asynchicache.planner.actions import Transfers
 from asynchicache.planner.request_state import RequestState
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.pools.budget import SharedMemory
+from asynchicache.pools.extents import ExtentAllocator, ExtentMemory, ExtentPlan
 from asynchicache.specs import ModelSpec
 from asynchicache.tracing import Tracer
 from asynchicache.tree import copies, eviction
@@ -22,6 +22,8 @@ from asynchicache.tree.node import (
     FULL,
     FULL_DEVICE,
     FULL_HOST,
+    RESIDENT,
+    Node,
     Pins,
     SlotPlace,
     component_of,
@@ -40,6 +42,13 @@ def _tell_all(
         on_release(pool, slots)
 
 
+def _may_move(node: Node, place: SlotPlace, protected: Collection[Node]) -> bool:
+    """Whether nothing reads or writes the host slots of a node."""
+    if node.residency[place] != RESIDENT or node.pins[place] or node.pending:
+        return False
+    return place != FULL_HOST or node not in protected
+
+
 @dataclass(slots=True, eq=True)
 class PlannerCounters:
     """Decisions since the start, in pages and states.
@@ -50,6 +59,7 @@ class PlannerCounters:
         backed_up: pages and states copied to the host.
         host_pressure: pages and states not copied to the host for lack of host slots.
         states_skipped: states that were not kept for lack of a device slot.
+        moved: pages and states moved within the host, so that another pool could have their extent.
     """
 
     evicted: list[int] = field(default_factory=list)
@@ -58,6 +68,7 @@ class PlannerCounters:
     backed_up: int = 0
     host_pressure: int = 0
     states_skipped: int = 0
+    moved: int = 0
 
     def copy(self) -> Self:
         return replace(self, evicted=list(self.evicted))
@@ -76,6 +87,8 @@ class CacheState:
         followers: by pool, the pools that share its slots and are copied with it.
         free: by place, the allocator of that component and tier.
         requests, tier_copies, pinned, private: all holders of pins or slots outside the tree.
+        extents: the host memory that pools share, or None.
+        on_move: called with a pool, host slots, and where their bytes go, before the slots are freed.
         tracer: receives evictions, if set.
     """
 
@@ -90,6 +103,7 @@ class CacheState:
         page_keys: bool = False,
         memory: Mapping[Tier, int] | None = None,
         tails: bool = False,
+        extents: ExtentPlan | None = None,
     ) -> None:
         """
         Args:
@@ -102,6 +116,7 @@ class CacheState:
             page_keys: prefixes are page keys, not tokens.
             memory: bytes of the tiers whose memory all pools share; the others have slots of their own.
             tails: prefixes may end inside a page, if the model and the owner of the device memory allow it.
+            extents: the host memory that the pools named there share.
 
         Raises:
             ConfigError: the pools do not fit each other, or one has no room for one request.
@@ -131,7 +146,14 @@ class CacheState:
             tails=tails and self._can_end_inside_a_page(spec),
         )
         self.memory = {tier: SharedMemory(nbytes) for tier, nbytes in (memory or {}).items()}
-        self.free = self._allocators(slots)
+        self.extents = None if extents is None else ExtentMemory(extents)
+        self.free = self._allocators(slots, extents)
+        self._shared: dict[Tier, list[SlotPlace]] = {
+            tier: [place for place in self.tree.places if tier_of(place) is tier and self._is_shared(place)]
+            for tier in (Tier.DEVICE, Tier.HOST)
+        }
+        self.tree.watch_slots(self._shared[Tier.HOST] if extents is not None else ())
+        self.on_move: Callable[[str, list[int], list[int]], object] | None = None
         self._check_windows()
         self.counters = PlannerCounters(evicted=[0] * len(self.free))
         self.tracer: Tracer | None = None
@@ -156,18 +178,28 @@ class CacheState:
         entries = any(tensor.tokens_per_entry > 1 for pool in paged for tensor in pool.tensors)
         return not (windows or entries or self.host_only or self.page_keys)
 
-    def _allocators(self, slots: Mapping[str, tuple[int, int]]) -> list[SlotAllocator]:
+    def _allocators(
+        self, slots: Mapping[str, tuple[int, int]], extents: ExtentPlan | None
+    ) -> list[SlotAllocator]:
         """The allocators of all places, in the order of the places."""
-        return [
-            SlotAllocator(
-                slots[name][tier],
-                name=f"{name} {tier.name.lower()} slots",
-                memory=self.memory.get(tier),
-                slot_bytes=self._slot_bytes(name),
-            )
-            for name in self.names
-            for tier in (Tier.DEVICE, Tier.HOST)
-        ]
+        shared = {} if extents is None else extents.slot_bytes
+        free: list[SlotAllocator] = []
+        for name in self.names:
+            for tier in (Tier.DEVICE, Tier.HOST):
+                words = f"{name} {tier.name.lower()} slots"
+                if tier is Tier.HOST and name in shared and self.extents is not None:
+                    free.append(ExtentAllocator(self.extents, shared[name], name=words))
+                    continue
+                memory, slot_bytes = self.memory.get(tier), self._slot_bytes(name)
+                free.append(
+                    SlotAllocator(slots[name][tier], name=words, memory=memory, slot_bytes=slot_bytes)
+                )
+        return free
+
+    def _is_shared(self, place: SlotPlace) -> bool:
+        """Whether the slots of a place are paid from a memory that other pools use too."""
+        free = self.free[place]
+        return free.memory is not None or isinstance(free, ExtentAllocator)
 
     def _slot_bytes(self, name: str) -> int:
         """Bytes of a slot of a pool, with those of the pools that share it."""
@@ -183,9 +215,19 @@ class CacheState:
         ends = len(self.tree.queues[place])  # those of running requests have states of their own
         return self.free[place].held * self.page_size // ends if ends else 0
 
+    def host_bytes(self) -> dict[str, int]:
+        """By pool that shares host memory with others, the bytes that it has now."""
+        owned = zip(self.names, self.free[Tier.HOST :: 2], strict=True)
+        return {name: free.owned_bytes for name, free in owned if isinstance(free, ExtentAllocator)}
+
     def open_host(self, pool: str, slots: int) -> None:
         """Allow the first `slots` host slots of a pool; the memory of the others is not ready."""
         self.free[place_of(self.names.index(pool), Tier.HOST)].open_only(slots)
+
+    def open_extents(self, extents: int) -> None:
+        """Allow the first extents of the host memory that pools share; that of the others is not ready."""
+        if self.extents is not None:
+            self.extents.open_only(extents)
 
     def _check_windows(self) -> None:
         """
@@ -218,15 +260,16 @@ class CacheState:
 
         Returns the first place that stays short, or None on success.
         """
-        promised: Counter[Tier] = Counter()
+        shared: dict[Tier, dict[SlotPlace, int]] = {}
         for place, count in counts.items():
-            tier, free = tier_of(place), self.free[place]
-            if free.memory is None:
+            tier = tier_of(place)
+            if place not in self._shared[tier]:
                 if not self.make_room(place, count):
                     return place
                 continue
-            promised[tier] += count * free.slot_bytes  # of one memory: each pool's slots beside the others'
-            if not self._make_shared_room(tier, free.memory, promised[tier]):
+            wanted = shared.setdefault(tier, {})  # of one memory: each pool's slots beside the others'
+            wanted[place] = count
+            if not self.make_shared_room(tier, wanted):
                 return place
         return None
 
@@ -239,9 +282,9 @@ class CacheState:
 
     def make_room(self, place: SlotPlace, count: int) -> bool:
         """Have `count` slots free at `place`, evicting if necessary; False if it stays short."""
-        free = self.free[place]
-        if free.memory is not None:
-            return self._make_shared_room(tier_of(place), free.memory, count * free.slot_bytes)
+        free, tier = self.free[place], tier_of(place)
+        if place in self._shared[tier]:
+            return self._evict_for(tier, {place: count})
         for dirty in self._passes:
             # Again if all that was asked for went: slots that a failed copy may write are quarantined.
             while (short := count - free.available) > 0:
@@ -254,26 +297,87 @@ class CacheState:
         """Whether dirty slots may go, by round of an eviction: under write-back, clean ones go first."""
         return (False, True) if self.write_policy is WritePolicy.WRITE_BACK else (True,)
 
-    def _make_shared_room(self, tier: Tier, memory: SharedMemory, nbytes: int) -> bool:
-        """Evict from whichever pool loses the fewest tokens a byte, until `nbytes` are left."""
+    def make_shared_room(self, tier: Tier, counts: Mapping[SlotPlace, int]) -> bool:
+        """Have `counts[place]` slots free at each place of a tier's shared memory, beside each other; evict
+        if necessary. False if they stay short."""
+        return self._evict_for(tier, counts)
+
+    def _evict_for(self, tier: Tier, counts: Mapping[SlotPlace, int]) -> bool:
+        """Evict from whichever pool loses the fewest tokens a byte, until `counts` fit."""
+        memory = self.memory.get(tier) or self.extents
+        assert memory is not None, "a place that is shared has a memory"
+        wanted = [(self.free[place], count) for place, count in counts.items()]
         for dirty in self._passes:
-            while memory.left < nbytes:
-                place = self._least_valuable(tier)
+            useless: set[SlotPlace] = set()
+            while not memory.fits(wanted):
+                if isinstance(memory, ExtentMemory) and self._empty_an_extent(counts, useless):
+                    continue
+                place = self._least_valuable(tier, useless)
                 if place is None:
                     break
-                wanted = -(-(nbytes - memory.left) // self.free[place].slot_bytes)
-                if not self.evict(place, wanted, dirty=dirty, victims=1):
-                    break
-        return memory.left >= nbytes
+                if not self.evict(place, memory.short(wanted, self.free[place]), dirty=dirty, victims=1):
+                    useless.add(place)
+        return memory.fits(wanted)
 
-    def _least_valuable(self, tier: Tier) -> SlotPlace | None:
-        """The place of a tier from which to evict next."""
+    def _empty_an_extent(self, counts: Mapping[SlotPlace, int], useless: set[SlotPlace]) -> bool:
+        """Move slots of a pool that has enough free ones elsewhere, so that one of its extents becomes free.
+
+        Adds to `useless` the places of pools in which nothing can be moved: evicting more would not help.
+        """
+        protected: set[Node] | None = None
+        for place in self._shared[Tier.HOST]:
+            free, own = self.free[place], counts.get(place, 0)
+            assert isinstance(free, ExtentAllocator)
+            if place in useless or free.spare - own < free.whole:
+                continue
+            if protected is None:
+                protected = self._read_nodes()
+            for extent in free.emptiest():
+                enough = free.spare - own >= len(free.slots_in(extent))
+                if enough and self._move_out(place, free, extent, protected):
+                    return True
+            if free.spare - own > free.whole:  # each extent has room elsewhere, and none can move
+                useless.add(place)
+        return False
+
+    def _read_nodes(self) -> set[Node]:
+        """The nodes whose full pages on the host may be in use by a copy or a storage call: it pins the end
+        of a path, and reads pages of the nodes above as well."""
+        found: set[Node] = set()
+        for pins in (*(tier_copy.pins for tier_copy in self.tier_copies), *self.pinned):
+            for node, place in pins:
+                above: Node | None = node
+                while place == FULL_HOST and above is not None and above not in found:
+                    found.add(above)
+                    above = above.parent
+        return found
+
+    def _move_out(self, place: SlotPlace, free: ExtentAllocator, extent: int, protected: set[Node]) -> bool:
+        """Move the slots of an extent elsewhere; False if one is in use by a copy, a call, or a request."""
+        sources = free.used_in(extent)
+        nodes = [self.tree.holder(place, slot) for slot in sources]
+        if not all(node is not None and _may_move(node, place, protected) for node in nodes):
+            return False
+        destinations = free.allocate_outside(extent, len(sources))
+        if self.on_move is not None:
+            for pool in self.sharing(component_of(place)):
+                self.on_move(pool, sources, destinations)
+        moves = dict(zip(sources, destinations, strict=True))
+        for node in {node for node in nodes if node is not None}:
+            self.tree.relocate(node, place, moves)
+        free.release(sources)
+        self.counters.moved += len(sources)
+        return True
+
+    def _least_valuable(self, tier: Tier, useless: Collection[SlotPlace] = ()) -> SlotPlace | None:
+        """The place of a shared memory from which to evict next; none of `useless`."""
         clock, step, best, least = self.tree.clock, self.tree.step, None, 0.0
-        for component_id in range(self.tree.width):
-            place = place_of(component_id, tier)
+        for place in self._shared[tier]:
+            if place in useless:
+                continue
             score = self.tree.queues[place].score(clock, step)
             if score is not None:
-                if component_id == FULL and not self.tree.components:
+                if not self.tree.components:
                     return place
                 if best is None or score < least:
                     best, least = place, score

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from asynchicache.errors import CapacityError, InternalError
 from asynchicache.pools.budget import SharedMemory
 
-_FREE, _HELD, _QUARANTINED = 0, 1, 2
+FREE, HELD, QUARANTINED = 0, 1, 2
+"""What a slot is."""
 
 
 class SlotAllocator:
@@ -94,7 +95,6 @@ class SlotAllocator:
         Raises:
             CapacityError: fewer are free.
         """
-        free = self._free
         if count > self.available:
             raise CapacityError(
                 f"{self.name}: {count} slots wanted, {self.available} of {self.capacity} free"
@@ -103,13 +103,22 @@ class SlotAllocator:
             return []
         if self.memory is not None:
             self.memory.used += count * self.slot_bytes
-        slots = free[-count:]
-        del free[-count:]
-        slots.reverse()
+        slots = self._take(count)
         state = self._state
         for slot in slots:
-            state[slot] = _HELD
+            state[slot] = HELD
         return slots
+
+    def _take(self, count: int) -> list[int]:
+        """Remove `count` slots, which are there, from the free ones."""
+        slots = self._free[-count:]
+        del self._free[-count:]
+        slots.reverse()
+        return slots
+
+    def _freed(self, slots: Sequence[int]) -> None:
+        """Add slots to the free ones."""
+        self._free.extend(reversed(slots))
 
     def release(self, slots: Sequence[int]) -> None:
         """Free slots; condemned ones are quarantined.
@@ -120,8 +129,10 @@ class SlotAllocator:
         lost = self._condemned.intersection(slots) if self._condemned else None
         if lost:
             slots = [slot for slot in slots if slot not in lost]
-        self._leave(slots, _FREE)
-        self._free.extend(reversed(slots))
+        self._leave(slots, FREE)
+        if self.memory is not None:
+            self.memory.used -= len(slots) * self.slot_bytes
+        self._freed(slots)
         if lost:
             self._condemned -= lost
             self.quarantine(sorted(lost))
@@ -134,9 +145,9 @@ class SlotAllocator:
         """
         state, end = self._state, len(self._state)
         for slot in slots:
-            if not 0 <= slot < end or state[slot] == _FREE:
+            if not 0 <= slot < end or state[slot] == FREE:
                 raise self._not_held(slot, "condemned")
-        self._condemned.update(slot for slot in slots if state[slot] == _HELD)
+        self._condemned.update(slot for slot in slots if state[slot] == HELD)
 
     def quarantine(self, slots: Sequence[int]) -> None:
         """Never allocate these slots again: a failed device may still write to them.
@@ -144,7 +155,7 @@ class SlotAllocator:
         Raises:
             InternalError: a slot is not held; nothing is changed then.
         """
-        self._leave(slots, _QUARANTINED)
+        self._leave(slots, QUARANTINED)
         self.quarantined += len(slots)
         self._condemned.difference_update(slots)
 
@@ -152,13 +163,11 @@ class SlotAllocator:
         state = self._state
         end = len(state)
         for done, slot in enumerate(slots):
-            if not 0 <= slot < end or state[slot] != _HELD:
+            if not 0 <= slot < end or state[slot] != HELD:
                 for undone in slots[:done]:
-                    state[undone] = _HELD
+                    state[undone] = HELD
                 raise self._not_held(slot, "given back")
             state[slot] = to
-        if self.memory is not None and to == _FREE:
-            self.memory.used -= len(slots) * self.slot_bytes
         if self.on_release is not None:
             self.on_release(slots)
 
@@ -167,11 +176,11 @@ class SlotAllocator:
 
     def held_slots(self) -> set[int]:
         """All held slots; for `verify`. Linear in the capacity."""
-        return {slot for slot, state in enumerate(self._state) if state == _HELD}
+        return {slot for slot, state in enumerate(self._state) if state == HELD}
 
     def is_free(self, slot: int) -> bool:
         """Whether the slot is free; slots whose memory is not ready count as free."""
-        return self._state[slot] == _FREE
+        return self._state[slot] == FREE
 
     def problems(self) -> list[str]:
         """Describe broken invariants; empty if there are none."""
@@ -179,7 +188,7 @@ class SlotAllocator:
         if len(set(self._free)) != len(self._free):
             found.append(f"{self.name}: a slot is free twice")
         free = len(self._free) + self.closed  # not `available`: it may be less in a shared memory
-        for state, count in ((_FREE, free), (_QUARANTINED, self.quarantined)):
+        for state, count in ((FREE, free), (QUARANTINED, self.quarantined)):
             if self._state.count(state) != count:
                 found.append(f"{self.name}: {count} slots counted in state {state}, not so marked")
         return found

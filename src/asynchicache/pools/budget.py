@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asynchicache.pools.allocator import SlotAllocator
+
 
 class SharedMemory:
     """Bytes that the slots of several pools are paid from.
@@ -20,6 +26,15 @@ class SharedMemory:
     @property
     def left(self) -> int:
         return self.nbytes - self.used
+
+    def fits(self, wanted: Iterable[tuple[SlotAllocator, int]]) -> bool:
+        """Whether each pool can have that many slots, beside the others."""
+        return sum(count * pool.slot_bytes for pool, count in wanted) <= self.left
+
+    def short(self, wanted: Sequence[tuple[SlotAllocator, int]], pool: SlotAllocator) -> int:
+        """Slots of `pool` whose bytes `wanted` lacks."""
+        lacking = sum(count * of_pool.slot_bytes for of_pool, count in wanted) - self.left
+        return -(-lacking // pool.slot_bytes)
 
     def __repr__(self) -> str:
         return f"<SharedMemory {self.used} of {self.nbytes} bytes used>"

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 import msgspec
 
 from asynchicache.errors import CapacityError, ConfigError
 from asynchicache.layouts import HostLayout, SlotLayout
-from asynchicache.pools.host import HostPool
+from asynchicache.pools.host import HostPool, SharedHostMemory
 from asynchicache.pools.slabs import Pinner, Slab
 from asynchicache.specs import ModelSpec
 
@@ -122,15 +124,21 @@ class HostHandle(msgspec.Struct, frozen=True):
 
     Attributes:
         layout: the `HostLayout`, by its value.
-        pools: by name.
+        pools: by name. Pools that share a memory name the same slab.
+        extent_bytes: of that memory; 0 if each pool has its own.
     """
 
     layout: str
     pools: dict[str, PoolHandle]
+    extent_bytes: int = 0
 
 
-def share(hosts: Mapping[str, HostPool]) -> HostHandle:
+def share(hosts: Mapping[str, HostPool], extent_bytes: int = 0) -> HostHandle:
     """The handle of pools that lie in shared slabs.
+
+    Args:
+        hosts: by pool.
+        extent_bytes: see `HostHandle`.
 
     Raises:
         ConfigError: one lies in memory of its own.
@@ -141,25 +149,56 @@ def share(hosts: Mapping[str, HostPool]) -> HostHandle:
         if not isinstance(slab, SharedSlab):
             raise ConfigError(f"host memory of pool {name!r} is not shared")
         pools[name] = PoolHandle(host.slots, host.layout.signature(), slab.handle)
-    return HostHandle(next(iter(hosts.values())).layout.kind.value, pools)
+    return HostHandle(next(iter(hosts.values())).layout.kind.value, pools, extent_bytes)
 
 
-def attach_pool(spec: ModelSpec, name: str, handle: HostHandle, pinner: Pinner | None) -> HostPool:
-    """Map the host memory of one pool, and pin a first step of it for a GPU.
+def attach_pools(
+    spec: ModelSpec, handle: HostHandle, pinner: Pinner | None, kept: ExitStack
+) -> tuple[dict[str, HostPool], SharedHostMemory | None]:
+    """Map the host memory of all pools, and pin a first step of each for a GPU.
+
+    Args:
+        spec: the model.
+        handle: of the owner.
+        pinner: pins it. Default: it is not pinned.
+        kept: closes the memory, including what was mapped before an error.
+
+    Returns:
+        The pools by name, and the memory that some of them share, if any do.
 
     Raises:
         ConfigError: the owner's model is another one; or as `attach`.
         CapacityError: no room.
     """
+    for pool in spec.pools:
+        _check_pool(spec, pool.name, handle)
+    users = Counter(handle.pools[pool.name].slab for pool in spec.pools)
+    shared = None
+    hosts = {}
+    for pool in spec.pools:
+        theirs = handle.pools[pool.name]
+        memory: Slab | SharedHostMemory
+        if users[theirs.slab] == 1:
+            memory = attach(theirs.slab)
+        else:
+            if shared is None:
+                shared = SharedHostMemory(attach(theirs.slab), handle.extent_bytes, pinner=pinner)
+                kept.callback(shared.close)
+            memory = shared
+        layout = HostLayout(handle.layout)
+        host = HostPool(pool, spec.page_size, theirs.slots, pin=pinner or False, layout=layout, memory=memory)
+        kept.callback(host.close)
+        hosts[pool.name] = host
+    return hosts, shared
+
+
+def _check_pool(spec: ModelSpec, name: str, handle: HostHandle) -> None:
     ours, theirs = spec.pool(name), handle.pools.get(name)
     if theirs is None:
         raise ConfigError(f"the owner of the host memory has pools {sorted(handle.pools)}, not {name!r}")
-    layout = HostLayout(handle.layout)
-    signature = SlotLayout.of(ours, spec.page_size, layout).signature()
+    signature = SlotLayout.of(ours, spec.page_size, HostLayout(handle.layout)).signature()
     if signature != theirs.signature:
         raise ConfigError(
             f"pool {name!r} is {signature} here, and {theirs.signature} for the owner of the host memory: "
             "both must have the same model and page size"
         )
-    slab = attach(theirs.slab)
-    return HostPool(ours, spec.page_size, theirs.slots, pin=pinner or False, layout=layout, memory=slab)

@@ -12,6 +12,7 @@ from msgspec import Meta
 from asynchicache.errors import CapacityError, ConfigError
 from asynchicache.layouts import ALIGNMENT, SlotLayout
 from asynchicache.options import MOST, Natural, Options, Positive
+from asynchicache.pools.extents import ExtentPlan, choose_extent_bytes
 from asynchicache.specs import ModelSpec, PoolSpec
 
 TOKENS_PER_STATE = 4096
@@ -29,6 +30,8 @@ class SizeOptions(Options, frozen=True, kw_only=True):
         device_slots, host_slots: slots by pool name; 0 host slots keep a pool on the device.
         device_bytes, host_bytes: divided among the pools that `*_slots` do not name.
         host_ratio: host slots per device slot, if not set otherwise. Default: 2.
+        share_host: the pools that `host_slots` does not name share one host memory, as large as their slots
+            would be; what it is used for changes with the traffic. Default: True.
         tokens_per_state: cached tokens for each place where a prefix can be resumed; determines the share of
             states and windows. `statistics().tokens_per_end` says what the traffic asks for. Default: 4,096.
     """
@@ -38,6 +41,7 @@ class SizeOptions(Options, frozen=True, kw_only=True):
     device_bytes: Natural | None = None
     host_bytes: Natural | None = None
     host_ratio: Annotated[float, Meta(ge=0, le=MOST)] = 2.0
+    share_host: bool = True
     tokens_per_state: Positive = TOKENS_PER_STATE
 
 
@@ -71,7 +75,11 @@ def plan_slots(spec: ModelSpec, options: SizeOptions, memory: FreeMemory) -> dic
 
 
 def plan_host_slots(
-    spec: ModelSpec, options: SizeOptions, pages: Mapping[str, int], memory: FreeMemory
+    spec: ModelSpec,
+    options: SizeOptions,
+    pages: Mapping[str, int],
+    memory: FreeMemory,
+    shared: ExtentPlan | None = None,
 ) -> dict[str, int]:
     """Host slots of every pool that owns slots, if an engine owns the device memory.
 
@@ -80,6 +88,7 @@ def plan_host_slots(
         options: those of the host apply.
         pages: the engine's pages of each pool, for `host_ratio`.
         memory: free memory.
+        shared: the memory that pools share, which have as many slots as fit into all of it.
 
     Raises:
         ConfigError: an unknown pool name, options for device memory, or a pool without host slots.
@@ -93,6 +102,8 @@ def plan_host_slots(
     need = _total(spec, host, host=True)
     if need > room:
         raise _too_much("host", need, room, "host_slots, host_bytes or host_ratio")
+    if shared is not None:
+        host |= {name: shared.slots(name) for name in shared.slot_bytes}
     for name, count in host.items():
         least = max(_window(spec.pool(name)), 1)
         if count < least:
@@ -127,22 +138,63 @@ def _device_slots(spec: ModelSpec, options: SizeOptions, memory: FreeMemory) -> 
 def _host_slots(
     spec: ModelSpec, options: SizeOptions, device: Mapping[str, int], room: int
 ) -> dict[str, int]:
+    wanted, share = _wanted_slots(spec, options, device, room)
+    return dict(options.host_slots) | {
+        name: _whole_windows(spec.pool(name), int(count * share)) for name, count in wanted.items()
+    }
+
+
+def _wanted_slots(
+    spec: ModelSpec, options: SizeOptions, device: Mapping[str, int], room: int
+) -> tuple[dict[str, int], float]:
+    """By pool that `host_slots` does not name, the slots by the ratio; and the share of them that fits."""
     rest = [pool for pool in spec.owners if pool.name not in options.host_slots]
-    slots = dict(options.host_slots)
-    if not rest:
-        return slots
-    budget = room - _total(spec, slots, host=True)
-    if options.host_bytes is not None:
-        budget = min(budget, options.host_bytes - _total(spec, slots, host=True))
+    named = _total(spec, options.host_slots, host=True)
     wanted = {pool.name: _wanted_on_host(pool, device[pool.name], options.host_ratio) for pool in rest}
     need = _total(spec, wanted, host=True)
-    share = 1.0
-    if options.host_bytes is not None and need:
-        share = max(budget, 0) / need
-    elif need > budget:
-        share = max(budget, 0) / need  # the ratio is a target: lowered if host memory is smaller
-    slots |= {name: _whole_windows(spec.pool(name), int(count * share)) for name, count in wanted.items()}
-    return slots
+    budget = room - named
+    if options.host_bytes is not None:
+        budget = min(budget, options.host_bytes - named)
+    elif need <= budget:
+        return wanted, 1.0  # the ratio is a target: lowered if host memory is smaller
+    return wanted, max(budget, 0) / need if need else 1.0
+
+
+def plan_shared_host(
+    spec: ModelSpec, options: SizeOptions, device: Mapping[str, int], memory: FreeMemory, *, engine: bool
+) -> ExtentPlan | None:
+    """The host memory that pools share; None if each has its own.
+
+    They share if there are several that `host_slots` does not name, and room for one request of all.
+
+    Args:
+        spec: the model.
+        options: those of the host apply.
+        device: device slots of each pool that owns slots, or an engine's pages.
+        memory: free memory.
+        engine: an engine owns the device slots, which are allocated already.
+    """
+    taken = _total(spec, device, host=False) if memory.shared and not engine else 0
+    wanted, share = _wanted_slots(spec, options, device, int((memory.host - taken) * _HOST_SHARE))
+    names = [name for name, count in wanted.items() if count]
+    if not options.share_host or len(names) < 2:
+        return None
+    nbytes = int(_total(spec, wanted, host=True) * share)
+    slot_bytes = {name: SlotLayout.of(spec.pool(name), spec.page_size).slot_bytes for name in names}
+    if nbytes < max(slot_bytes.values()):
+        return None
+    extent_bytes = choose_extent_bytes(slot_bytes.values(), nbytes)
+    # Headers, and pools that share the slots of another, have memory of their own, enough for a pool that has
+    # every extent. It is paid for, though most of it is never touched.
+    beside = sum(
+        -(-extent_bytes // slot_bytes[pool.slots_of or pool.name])
+        * (slot_cost(pool, spec.page_size, host=True) - (0 if pool.slots_of else slot_bytes[pool.name]))
+        for pool in spec.pools
+        if (pool.slots_of or pool.name) in slot_bytes
+    )
+    plan = ExtentPlan(slot_bytes, extent_bytes, nbytes // (extent_bytes + beside))
+    least = sum(plan.extents_for(name, _least(spec.pool(name))) for name in names)
+    return plan if plan.extents >= least else None
 
 
 def _wanted_on_host(pool: PoolSpec, device: int, ratio: float) -> int:

@@ -239,7 +239,7 @@ async def _open(
 ) -> RankWorker:
     """Allocate the agreed memory and open storage, from the bottom up."""
     allocate = partial(allocate_memories, spec, welcome.slots, device.name, config.host_layout, kept)
-    memories = await shielded(port.run_blocking(allocate))
+    memories, _ = await shielded(port.run_blocking(allocate))
     if owned:
         kept.callback(device.close)
     reactor = CompletionReactor(port)

@@ -195,10 +195,11 @@ class _Pool:
 
     def within_registrations(self, direction: Direction, runs: Slots) -> Slots:
         """The same pages in runs that CUDA can copy: none spans two registrations of host memory."""
-        step = self._host.step_slots
-        if direction is Direction.FORK or step >= self._host.slots or not self.pieces.of_runs:
+        host = self._host
+        if direction is Direction.FORK or host.step_bytes >= host.memory.nbytes or not self.pieces.of_runs:
             return runs
-        return split_runs(runs, 0 if direction is Direction.LOAD else 1, step)
+        side = 0 if direction is Direction.LOAD else 1
+        return split_runs(runs, side, host.step_bytes, host.layout.slot_bytes)
 
     def warn_once(self, error: Exception) -> None:
         """Log the first time that the GPU has no room."""
@@ -383,24 +384,25 @@ def cut_runs(runs: Slots, most: int) -> Slots:
     return cut
 
 
-def split_runs(runs: Slots, side: int, step: int) -> Slots:
-    """The same pages in runs that do not cross a multiple of `step` on one side.
+def split_runs(runs: Slots, side: int, step_bytes: int, slot_bytes: int) -> Slots:
+    """The same pages in runs that do not cross a multiple of `step_bytes` on one side.
 
     Args:
         runs: int64 `[runs, 3]` of (first source slot, first destination slot, slots).
         side: 0 for sources, 1 for destinations.
-        step: slots between two borders.
+        step_bytes: bytes between two borders; none lies within a slot of `runs`.
+        slot_bytes: bytes of a slot on that side.
     """
     first, counts = runs[:, side], runs[:, 2]
-    parts = (first + counts - 1) // step - first // step + 1
+    parts = ((first + counts) * slot_bytes - 1) // step_bytes - first * slot_bytes // step_bytes + 1
     if parts.max(initial=1) == 1:
         return runs
     split = np.repeat(runs, parts, axis=0)
     index = np.arange(len(split)) - np.repeat(np.cumsum(parts) - parts, parts)
     starts, ends = split[:, side], split[:, side] + split[:, 2]
-    borders = (starts // step + index) * step
-    offsets = np.maximum(borders - starts, 0)
-    stops = np.minimum(borders + step, ends)
+    numbers = starts * slot_bytes // step_bytes + index
+    offsets = np.maximum(-(-numbers * step_bytes // slot_bytes) - starts, 0)
+    stops = np.minimum(-(-(numbers + 1) * step_bytes // slot_bytes), ends)
     split[:, 2] = stops - starts - offsets
     split[:, :2] += offsets[:, None]
     return split

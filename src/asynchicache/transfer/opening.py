@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.pools.device import DevicePages, DevicePool
-from asynchicache.pools.host import HostPool, grow_pool
+from asynchicache.pools.extents import ExtentPlan
+from asynchicache.pools.host import HostPool, SharedHostMemory, grow_pool
 from asynchicache.pools.shared import SharedSlab
-from asynchicache.pools.slabs import Pinner
+from asynchicache.pools.slabs import Pinner, Slab
 from asynchicache.ports import Port
 from asynchicache.specs import ModelSpec
 from asynchicache.streams.base import Device
@@ -44,6 +45,20 @@ class CopyOptions(NamedTuple):
     measure: bool
 
 
+class HostMemory(NamedTuple):
+    """The host memory of a cache.
+
+    Attributes:
+        pools: by name.
+        shared: what pools share, or None.
+        plan: how that is divided.
+    """
+
+    pools: Mapping[str, HostPool]
+    shared: SharedHostMemory | None = None
+    plan: ExtentPlan | None = None
+
+
 def allocate_hosts(
     spec: ModelSpec,
     slots: Mapping[str, int],
@@ -51,8 +66,9 @@ def allocate_hosts(
     kept: ExitStack,
     *,
     pinner: Pinner | None = None,
-    shared: bool = False,
-) -> dict[str, HostPool]:
+    mapped: bool = False,
+    plan: ExtentPlan | None = None,
+) -> HostMemory:
     """Every pool's host slots; pinned for a GPU, a first step of it. Blocking.
 
     Args:
@@ -61,21 +77,29 @@ def allocate_hosts(
         layout: of host memory.
         kept: closes the memory, including what was pinned before an error.
         pinner: pins it. Default: it is not pinned.
-        shared: other processes can map it.
+        mapped: other processes can map it.
+        plan: of the memory that the pools named there share.
 
     Raises:
         CapacityError: the system has no room.
     """
-    hosts = {}
+    make = SharedSlab if mapped else Slab
+    shared = None
+    if plan is not None:
+        shared = SharedHostMemory(make(plan.nbytes), plan.extent_bytes, pinner=pinner)
+        kept.callback(shared.close)
+    pools = {}
     for pool in spec.pools:
         count = slots[pool.slots_of or pool.name]
-        slab = (
-            SharedSlab(SlotLayout.of(pool, spec.page_size, layout).nbytes(max(count, 1))) if shared else None
-        )
-        host = HostPool(pool, spec.page_size, count, pin=pinner or False, layout=layout, memory=slab)
+        memory: Slab | SharedHostMemory
+        if shared is not None and plan is not None and pool.name in plan.slot_bytes:
+            memory = shared
+        else:
+            memory = make(SlotLayout.of(pool, spec.page_size, layout).nbytes(max(count, 1)))
+        host = HostPool(pool, spec.page_size, count, pin=pinner or False, layout=layout, memory=memory)
         kept.callback(host.close)
-        hosts[pool.name] = host
-    return hosts
+        pools[pool.name] = host
+    return HostMemory(pools, shared, plan)
 
 
 def allocate_memories(
@@ -85,7 +109,8 @@ def allocate_memories(
     layout: HostLayout,
     kept: ExitStack,
     pages: Mapping[str, DevicePages] | None = None,
-) -> dict[str, PoolMemory]:
+    plan: ExtentPlan | None = None,
+) -> tuple[dict[str, PoolMemory], HostMemory]:
     """Every pool's slots in both tiers; host memory pinned for a GPU, a first step of it. Blocking.
 
     Args:
@@ -95,42 +120,72 @@ def allocate_memories(
         layout: of host memory.
         kept: closes the host memory, including what was pinned before an error.
         pages: device memory that an engine owns, by pool. Default: it is allocated.
+        plan: of the host memory that the pools named there share.
 
     Raises:
         CapacityError: the device or the system has no room.
     """
     on_host = {name: host for name, (_, host) in slots.items()}
-    hosts = allocate_hosts(spec, on_host, layout, kept, pinner=Pinner.of(device))
+    hosts = allocate_hosts(spec, on_host, layout, kept, pinner=Pinner.of(device), plan=plan)
     own = pages or {
         pool.name: DevicePool(pool, spec.page_size, slots[pool.slots_of or pool.name][0], device)
         for pool in spec.pools
     }
-    return {name: PoolMemory(own[name], host) for name, host in hosts.items()}
+    return {name: PoolMemory(own[name], host) for name, host in hosts.pools.items()}, hosts
 
 
 def growing_pools(
     spec: ModelSpec,
-    hosts: Mapping[str, HostPool],
+    hosts: HostMemory,
     port: Port,
     opened: Callable[[str, int], object],
+    extents_opened: Callable[[int], object],
 ) -> Iterator[Coroutine[object, object, None]]:
     """Coroutines that pin the rest of the host memory.
 
     Args:
         spec: the model.
-        hosts: by pool.
+        hosts: the host memory.
         port: runs blocking calls.
-        opened: called now and after each step with the name of a pool that owns slots, and how many of its
-            host slots are ready in all pools that share them.
+        opened: called now and after each step with the name of a pool that owns slots and has memory of its
+            own, and how many of its host slots are ready in all pools that share them.
+        extents_opened: the same for the memory that pools share, with the extents that are ready.
     """
     for owner in spec.owners:
-        sharing = [hosts[pool.name] for pool in spec.pools if owner.name in (pool.name, pool.slots_of)]
+        if hosts.plan is not None and owner.name in hosts.plan.slot_bytes:
+            continue
+        sharing = [hosts.pools[pool.name] for pool in spec.pools if owner.name in (pool.name, pool.slots_of)]
 
-        def tell(_: int, name: str = owner.name, hosts: list[HostPool] = sharing) -> None:
-            opened(name, min(host.ready for host in hosts))
+        def tell(_: int, name: str = owner.name, pools: list[HostPool] = sharing) -> None:
+            opened(name, min(host.ready for host in pools))
 
         tell(0)
         yield from (grow_pool(port, host, tell) for host in sharing if host.growing)
+    if hosts.shared is not None and hosts.plan is not None:
+        yield from _growing_extents(spec, hosts, hosts.shared, hosts.plan, port, extents_opened)
+
+
+def _growing_extents(
+    spec: ModelSpec,
+    hosts: HostMemory,
+    shared: SharedHostMemory,
+    plan: ExtentPlan,
+    port: Port,
+    opened: Callable[[int], object],
+) -> Iterator[Coroutine[object, object, None]]:
+    beside = {
+        hosts.pools[pool.name]: plan.slot_bytes[pool.slots_of]
+        for pool in spec.pools
+        if pool.slots_of is not None and pool.slots_of in plan.slot_bytes
+    }
+    memories: list[HostPool | SharedHostMemory] = [shared, *beside]
+
+    def tell(_: int) -> None:
+        ready = [host.ready * slot_bytes for host, slot_bytes in beside.items() if host.ready < host.slots]
+        opened(min([shared.ready, *ready]) // plan.extent_bytes)
+
+    tell(0)
+    yield from (grow_pool(port, memory, tell) for memory in memories if memory.growing)
 
 
 async def open_engine(
@@ -166,7 +221,7 @@ async def open_engine(
     )
 
 
-_leaked: dict[ExitStack, Mapping[str, HostPool] | Mapping[str, PoolMemory]] = {}
+_leaked: dict[ExitStack, object] = {}
 """Memory that a copy may still write to, and what would close it; kept until the process ends."""
 
 
@@ -174,7 +229,7 @@ async def close_transfers(
     engine: Transfers,
     reactor: CompletionReactor,
     kept: ExitStack,
-    memories: Mapping[str, HostPool] | Mapping[str, PoolMemory],
+    memories: object,
     seconds: float,
 ) -> None:
     """Close the engine, then the memory and the device, unless a copy is still in flight.

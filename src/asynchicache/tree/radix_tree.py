@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -216,6 +216,7 @@ class UnifiedRadixTree:
         self.generation = 0
         self.version = 0
         self.watcher: SlotWatcher | None = None
+        self._holders: dict[SlotPlace, dict[int, Node]] = {}
         self.clock = 1
         self.uses = 1
         self._serial = 0
@@ -331,6 +332,8 @@ class UnifiedRadixTree:
             slots = lower.slots[place]
             if slots is not None:
                 upper.slots[place], lower.slots[place] = slots[: upper.pages], slots[upper.pages :]
+                if place in self._holders:
+                    self._hold(upper, place, upper.slots_at(place))
                 upper.residency[place] = lower.residency[place]
         upper.device_children = int(lower.residency[FULL_DEVICE] != ABSENT)
         upper.host_children = int(lower.residency[FULL_HOST] != ABSENT)
@@ -374,6 +377,8 @@ class UnifiedRadixTree:
         if node.digests is not None:
             node.digests = node.digests[: node.pages]
         self.version += 1
+        if place in self._holders:
+            self._let_go(place, slots[node.pages :])
         return slots[node.pages :]
 
     def remove(self, node: Node) -> None:
@@ -407,6 +412,8 @@ class UnifiedRadixTree:
         """Fill an empty place of a node with slots."""
         node.slots[place] = slots
         node.residency[place] = residency
+        if place in self._holders:
+            self._hold(node, place, slots)
         if node.dropped:  # rarely; this is the hottest change of a node
             node.dropped &= ~(1 << component_of(place))
         if place == FULL_DEVICE:
@@ -440,6 +447,8 @@ class UnifiedRadixTree:
         if self.watcher is not None and node.residency[place] == RESIDENT and not node.tail:
             self.watcher.on_evict(node, place, node.pages)
         self.version += 1
+        if place in self._holders:
+            self._let_go(place, slots)
         node.slots[place] = None
         node.residency[place] = ABSENT
         self.queues[place].discard(node)
@@ -456,6 +465,44 @@ class UnifiedRadixTree:
             self._inherit_worth(parent, node)
             self.refresh(parent, FULL_HOST)
         return slots
+
+    # --- which node has a slot ---
+
+    def watch_slots(self, places: Iterable[SlotPlace]) -> None:
+        """Keep count of which node has each slot of these places; called while the tree is empty."""
+        self._holders = {place: {} for place in places}
+
+    def holder(self, place: SlotPlace, slot: int) -> Node | None:
+        """The node that has a slot of a place, one of those that `watch_slots` names; None if no node has."""
+        return self._holders[place].get(slot)
+
+    def relocate(self, node: Node, place: SlotPlace, moves: Mapping[int, int]) -> None:
+        """The bytes of some slots of a node are in others now, by `moves`. No match sees a difference."""
+        slots = node.slots_at(place)
+        self._let_go(place, slots)
+        node.slots[place] = [moves.get(slot, slot) for slot in slots]  # a new list: others may have the old
+        self._hold(node, place, node.slots_at(place))
+
+    @property
+    def watched_places(self) -> Collection[SlotPlace]:
+        """The places of `watch_slots`."""
+        return self._holders
+
+    def slots_held(self) -> Iterator[tuple[SlotPlace, int, Node]]:
+        """The slots of watched places with the nodes that have them; for `verify`."""
+        for place, nodes in self._holders.items():
+            for slot, node in nodes.items():
+                yield place, slot, node
+
+    def _hold(self, node: Node, place: SlotPlace, slots: Sequence[int]) -> None:
+        nodes = self._holders[place]
+        for slot in slots:
+            nodes[slot] = node
+
+    def _let_go(self, place: SlotPlace, slots: Sequence[int]) -> None:
+        nodes = self._holders[place]
+        for slot in slots:
+            del nodes[slot]
 
     @staticmethod
     def _inherit_worth(parent: Node, node: Node) -> None:

@@ -31,11 +31,21 @@ def problems(
         found.extend(_node(tree, node))
     found.extend(_slots_disjoint(tree))
     found.extend(_candidates(tree))
+    found.extend(_holders(tree))
     if leases is not None:
         tier_copies = list(tier_copies)
         found.extend(_pins(tree, leases, tier_copies))
         found.extend(_arrivals(tree, tier_copies))
     return found
+
+
+def _holders(tree: UnifiedRadixTree) -> Iterator[str]:
+    watched = {(place, slot): node for place, slot, node in tree.slots_held()}
+    places = tree.watched_places
+    held = {(place, slot): node for node in tree.nodes() for place in places for slot in node.slots_at(place)}
+    for key in watched.keys() | held.keys():
+        if watched.get(key) is not held.get(key):
+            yield f"slot {key[1]} of place {key[0]} is {held.get(key)!r}'s, not {watched.get(key)!r}'s"
 
 
 def _node(tree: UnifiedRadixTree, node: Node) -> Iterator[str]:

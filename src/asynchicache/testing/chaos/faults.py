@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TypeAlias
@@ -24,6 +24,7 @@ from asynchicache.testing.chaos.script import DeviceFaults
 from asynchicache.testing.seeded import COPY_SECONDS
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree.node import SlotPlace
+from asynchicache.types import Tier
 
 Memory: TypeAlias = npt.NDArray[np.uint8]
 
@@ -227,14 +228,22 @@ def _bare(stream: Stream) -> Stream:
 @contextmanager
 def refusing_room(books: CacheState, draws: FaultDraws, rate: float) -> Iterator[None]:
     """Refuse some slot allocations, as if all slots were in use."""
-    make_room = books.make_room
+    make_room, make_shared_room = books.make_room, books.make_shared_room
 
     def refuse(place: SlotPlace, count: int) -> bool:
         if count and draws.strikes("allocation.refused", rate):
             return False
         return make_room(place, count)
 
-    with patch.object(books, "make_room", refuse) if rate else ExitStack():
+    def refuse_shared(tier: Tier, counts: Mapping[SlotPlace, int]) -> bool:
+        if any(counts.values()) and draws.strikes("allocation.refused", rate):
+            return False
+        return make_shared_room(tier, counts)
+
+    with ExitStack() as stack:
+        if rate:
+            stack.enter_context(patch.object(books, "make_room", refuse))
+            stack.enter_context(patch.object(books, "make_shared_room", refuse_shared))
         yield
 
 

@@ -145,6 +145,8 @@ class HitOracle:
         tree, books = self._tree, self._state
         with ExitStack() as stack:
             stack.enter_context(patch.object(books, "make_room", partial(self._room, books.make_room)))
+            sharing = partial(self._shared_room, books.make_shared_room)
+            stack.enter_context(patch.object(books, "make_shared_room", sharing))
             stack.enter_context(patch.object(tree, "vacate", partial(self._vacate, tree.vacate)))
             stack.enter_context(patch.object(tree, "trim", partial(self._trim, tree.trim)))
             stack.enter_context(self._storage.store.watched(self._forgotten))
@@ -352,6 +354,13 @@ class HitOracle:
         could = free.available + reclaimable(self._tree, place)
         if could >= count:
             self._violated(f"room: {count} {free.name} refused, and {could} are free or could be")
+        return False
+
+    def _shared_room(self, make_room: Callable[..., bool], tier: Tier, counts: dict[SlotPlace, int]) -> bool:
+        if make_room(tier, counts):
+            return True
+        self._refused += 1
+        self.costs.forget()
         return False
 
     def _vacate(

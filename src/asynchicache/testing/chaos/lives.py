@@ -46,7 +46,8 @@ def life_config(life: Life, *, tails: bool = False) -> CacheConfig:
     """The options of a cache."""
     return CacheConfig(
         device_slots={} if life.paged else {name: sizes.device for name, sizes in life.sizes.items()},
-        host_slots={name: sizes.host for name, sizes in life.sizes.items()},
+        host_slots={} if life.shared else {name: sizes.host for name, sizes in life.sizes.items()},
+        host_bytes=life.shared or None,
         host_layout=life.layout,
         write_policy=life.write_policy,
         eviction=life.eviction,

@@ -39,7 +39,10 @@ def _paged(life: Life, spec: ModelSpec) -> Life:
     policy = life.write_policy
     if policy is WritePolicy.WRITE_BACK:
         policy = WritePolicy.WRITE_THROUGH
-    return msgspec.structs.replace(life, sizes=sizes, write_policy=policy, steady=None, poor=None, paged=True)
+    shared = 2 * life.shared if life.layout.whole_slots else 0  # every pool needs some
+    return msgspec.structs.replace(
+        life, sizes=sizes, write_policy=policy, steady=None, poor=None, paged=True, shared=shared
+    )
 
 
 class ChaosBlocks:

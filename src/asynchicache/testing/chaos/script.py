@@ -28,6 +28,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         index: has index keys of sparse attention, which share the slots of `kv`.
         draft: has a draft model's window, which shares the slots of the window.
         replicated: every rank holds the same `kv`.
+        key_bytes, state_bytes: bytes of a token's keys in one layer, and of a layer's state.
     """
 
     page_size: int = 4
@@ -38,17 +39,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     index: bool = False
     draft: bool = False
     replicated: bool = False
+    key_bytes: int = 8
+    state_bytes: int = 16
 
     def spec(self) -> ModelSpec:
         """The pools."""
         odd, even = tuple(range(1, self.layers, 2)), tuple(range(0, self.layers, 2))
-        keys, local = TensorSpec("keys", odd, (8,), "uint8"), TensorSpec("keys", even, (8,), "uint8")
+        keys, local = (TensorSpec("keys", layers, (self.key_bytes,), "uint8") for layers in (odd, even))
         pools = [PoolSpec("kv", (keys,), replicated=self.replicated)]
         if self.index:
             index = TensorSpec("index", odd, (4,), "uint8")
             pools.append(PoolSpec("dsa", (index,), slots_of="kv", replicated=self.replicated))
         if self.states:
-            state = TensorSpec("recurrent", tuple(range(self.layers)), (16,), "uint8")
+            state = TensorSpec("recurrent", tuple(range(self.layers)), (self.state_bytes,), "uint8")
             pools.append(PoolSpec("mamba", (state,), coverage=trailing_pages(1), per_token=False))
         if self.window:
             pools.append(PoolSpec("swa", (local,), coverage=trailing_pages(self.window)))
@@ -233,6 +236,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         steady: traffic after the clients are done, and the calls concurrent with it.
         crash: no call that is in flight at the end reaches storage.
         paged: an engine owns the device memory; see `chaos.paged`.
+        shared: bytes of host memory that all pools share; 0: each has the host slots of `sizes`.
     """
 
     sizes: dict[str, CacheSizes]
@@ -260,6 +264,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steady: Steady | None = None
     crash: bool = False
     paged: bool = False
+    shared: int = 0
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from asynchicache.layouts import HostLayout
+from asynchicache.pools.sizing import slot_cost
 from asynchicache.testing.chaos.script import (
     CacheSizes,
     ChaosClient,
@@ -163,6 +164,8 @@ def draw_model(chance: random.Random) -> ModelShape:
         index=family == "index" or (mixed and chance.random() < 0.5),
         draft=mixed and chance.random() < 0.2,
         replicated=chance.random() < 0.3,
+        key_bytes=chance.choice([8, 8, 1100]),  # slots of 4,096 bytes, or of up to twelve times as many
+        state_bytes=chance.choice([16, 5000, 9000, 15000]),
     )
 
 
@@ -280,7 +283,19 @@ def _draw_life(
         device=_draw_device_faults(chance, deadly, requests),
         refuse=chance.choice([0.0, 0.0, 0.0, 0.02, 0.1]),
         poor=chance.randrange(6) if alone and chance.random() < 0.1 else None,
+        shared=_draw_shared(chance, model, sizes) if len(sizes) > 1 and chance.random() < 0.7 else 0,
     )
+
+
+def _draw_shared(chance: random.Random, model: ModelShape, sizes: dict[str, CacheSizes]) -> int:
+    """Draw a host memory that all pools share, of about the bytes that their own slots would take."""
+    spec = model.spec()
+    own = sum(
+        max(sizes[pool.slots_of or pool.name].host, (pool.coverage.pages or 0) + 2)
+        * slot_cost(pool, spec.page_size, host=True)
+        for pool in spec.pools
+    )
+    return round(own * chance.uniform(0.6, 1.6))
 
 
 def draw_sizes(chance: random.Random, model: ModelShape) -> dict[str, CacheSizes]:
