@@ -34,7 +34,7 @@ HOST_BYTES = 400_000
 
 
 def sizes(spec: ModelSpec, host_bytes: int = HOST_BYTES, **options: object) -> dict[str, object]:
-    device = {"kv": 24, "swa": 24, "mamba": 5}
+    device = {"kv": 48, "swa": 48, "mamba": 5}
     slots = {pool.name: device[pool.name] for pool in spec.owners}
     return {"device_slots": slots, "host_bytes": host_bytes, **options}
 
