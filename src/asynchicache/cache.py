@@ -629,28 +629,25 @@ async def _open_parts(
     if group is not None:
         slots = dict(await group.agree(spec, config, slots, port.now))
     memories, on_host = await _allocate(spec, slots, plan, device, config, port, kept, engine)
-    hosts = on_host.pools
     if owned:  # closes before the memory: a failed device may still run copies
         kept.callback(device.close)
-    alone = group is None and config.ranks == 1
-    planner = _planner(spec, slots, config, pages, plan, alone=alone)
-    planner.state.on_move = partial(_move, hosts)
+    planner = _planner(spec, slots, config, pages, on_host, alone=group is None and config.ranks == 1)
+    state = planner.state
     stack.callback(planner.abandon)
     reactor = CompletionReactor(port)
     transfers: Transfers
     if isinstance(engine, RemoteCopies):
-        engine.start(spec, share(hosts, 0 if plan is None else plan.extent_bytes), port)
+        engine.start(spec, share(on_host.pools, 0 if plan is None else plan.extent_bytes), port)
         transfers = engine
     else:
         copying = CopyOptions(config.copy_path, config.audit, inline=config.inline, measure=measure)
         transfers = await open_engine(device, memories, spec.layers, port, reactor, copying)
     leaked = memories or on_host
     stack.push_async_callback(close_transfers, transfers, reactor, kept, leaked, config.close_seconds)
-    sharing = planner.state.sharing
-    stored = StoragePools(sharing) if group is None else group.storage(sharing)
+    stored = StoragePools(state.sharing) if group is None else group.storage(state.sharing)
     stack.push_async_callback(stored.aclose)
     if storage is not None or config.storage is not None:
-        stored.attach(await attach_storage(spec, config, hosts, storage, port))
+        stored.attach(await attach_storage(spec, config, on_host.pools, storage, port))
     tasks = OwnedTasks()
     stack.push_async_callback(tasks.aclose)
     await tasks.ready()
@@ -658,13 +655,12 @@ async def _open_parts(
     executor = Executor(planner, device, reactor, copies, tasks)
     controller = _controller(planner, executor, stored, config)
     if transfers.audit is not None:
-        planner.state.watch_host(transfers.audit.forget)
-    state = planner.state
+        state.watch_host(transfers.audit.forget)
     for growth in growing_pools(spec, on_host, port, state.open_host, state.open_extents):
         tasks.spawn(growth)
     if group is not None:
         await group.start(executor.fail)
-    return CacheParts(device, memories, hosts, transfers, stored, port, controller, group)
+    return CacheParts(device, memories, on_host.pools, transfers, stored, port, controller, group)
 
 
 def _controller(
@@ -750,12 +746,12 @@ def _planner(
     slots: Mapping[str, tuple[int, int]],
     config: CacheConfig,
     pages: Mapping[str, int] | None,
-    plan: ExtentPlan | None,
+    on_host: HostMemory,
     *,
     alone: bool,
 ) -> Planner:
     """`alone`: no other rank must find the same prefixes."""
-    return Planner(
+    planner = Planner(
         spec,
         slots,
         write_policy=config.write_policy,
@@ -765,8 +761,10 @@ def _planner(
         engine_pages=pages,
         page_keys=config.page_keys,
         tails=config.tails and alone,
-        extents=plan,
+        extents=on_host.plan,
     )
+    planner.state.on_move = partial(_move, on_host.pools)
+    return planner
 
 
 __all__ = ["CacheStatistics", "Hit", "HybridCache", "Occupancy", "Request"]

@@ -135,25 +135,12 @@ class CacheState:
         self.followers = {
             name: [pool.name for pool in spec.pools if pool.slots_of == name] for name in self.names
         }
-        self.tree = UnifiedRadixTree(
-            self.page_words,
-            [pool.coverage for pool in owners[1:]],
-            windows=[component_id for component_id, pool in enumerate(owners[1:], start=1) if pool.per_token],
-            eviction=eviction_policy,
-            capacity=max(slots[self.names[FULL]]),
-            host_only=self.host_only,
-            costs=[self._slot_bytes(name) for name in self.names],
-            tails=tails and self._can_end_inside_a_page(spec),
-        )
+        self.tree = self._empty_tree(max(slots[self.names[FULL]]), eviction_policy, tails)
         self.memory = {tier: SharedMemory(nbytes) for tier, nbytes in (memory or {}).items()}
         self.extents = None if extents is None else ExtentMemory(extents)
-        self.free = self._allocators(slots, extents)
-        self._shared: dict[Tier, list[SlotPlace]] = {
-            tier: [place for place in self.tree.places if tier_of(place) is tier and self._is_shared(place)]
-            for tier in (Tier.DEVICE, Tier.HOST)
-        }
-        self.tree.watch_slots(self._shared[Tier.HOST] if extents is not None else ())
         self.on_move: Callable[[str, list[int], list[int]], object] | None = None
+        self.free = self._allocators(slots, extents)
+        self._shared = self._shared_places()
         self._check_windows()
         self.counters = PlannerCounters(evicted=[0] * len(self.free))
         self.tracer: Tracer | None = None
@@ -166,6 +153,19 @@ class CacheState:
     def tails(self) -> bool:
         """Whether prefixes may end inside a page."""
         return self.tree.tails
+
+    def _empty_tree(self, capacity: int, eviction_policy: str, tails: bool) -> UnifiedRadixTree:
+        others = self.spec.owners[1:]
+        return UnifiedRadixTree(
+            self.page_words,
+            [pool.coverage for pool in others],
+            windows=[component_id for component_id, pool in enumerate(others, start=1) if pool.per_token],
+            eviction=eviction_policy,
+            capacity=capacity,
+            host_only=self.host_only,
+            costs=[self._slot_bytes(name) for name in self.names],
+            tails=tails and self._can_end_inside_a_page(self.spec),
+        )
 
     def _can_end_inside_a_page(self, spec: ModelSpec) -> bool:
         """Whether the first tokens of a page are worth something, and the page can be copied on the device.
@@ -196,10 +196,14 @@ class CacheState:
                 )
         return free
 
-    def _is_shared(self, place: SlotPlace) -> bool:
-        """Whether the slots of a place are paid from a memory that other pools use too."""
-        free = self.free[place]
-        return free.memory is not None or isinstance(free, ExtentAllocator)
+    def _shared_places(self) -> dict[Tier, list[SlotPlace]]:
+        """By tier, the places whose slots are paid from a memory that other pools use too."""
+        found: dict[Tier, list[SlotPlace]] = {Tier.DEVICE: [], Tier.HOST: []}
+        for place, free in zip(self.tree.places, self.free, strict=True):
+            if free.memory is not None or isinstance(free, ExtentAllocator):
+                found[tier_of(place)].append(place)
+        self.tree.watch_slots(found[Tier.HOST] if self.extents is not None else ())
+        return found
 
     def _slot_bytes(self, name: str) -> int:
         """Bytes of a slot of a pool, with those of the pools that share it."""

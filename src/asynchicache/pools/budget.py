@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from asynchicache.pools.allocator import SlotAllocator
+
+class PaidSlots(Protocol):
+    """The slots of one pool; `pools.allocator.SlotAllocator` has them."""
+
+    @property
+    def slot_bytes(self) -> int: ...
 
 
 class SharedMemory:
@@ -27,11 +31,11 @@ class SharedMemory:
     def left(self) -> int:
         return self.nbytes - self.used
 
-    def fits(self, wanted: Iterable[tuple[SlotAllocator, int]]) -> bool:
+    def fits(self, wanted: Iterable[tuple[PaidSlots, int]]) -> bool:
         """Whether each pool can have that many slots, beside the others."""
         return sum(count * pool.slot_bytes for pool, count in wanted) <= self.left
 
-    def short(self, wanted: Sequence[tuple[SlotAllocator, int]], pool: SlotAllocator) -> int:
+    def short(self, wanted: Sequence[tuple[PaidSlots, int]], pool: PaidSlots) -> int:
         """Slots of `pool` whose bytes `wanted` lacks."""
         lacking = sum(count * of_pool.slot_bytes for of_pool, count in wanted) - self.left
         return -(-lacking // pool.slot_bytes)
