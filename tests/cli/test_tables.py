@@ -39,6 +39,7 @@ RUN: dict[tuple[str, ...], dict[str, object]] = {
     ("bench", "transfer"): {"row_mib": 1, "rounds": 1},
     ("bench", "overlap"): {"layers": 2, "layer_mib": 1, "rounds": 1},
     ("bench", "ranks"): {
+        "simulated": True,
         "ranks": 2,
         "conversations": 2,
         "request_length": 128,

@@ -92,6 +92,11 @@ def overlap(options: flags.OverlapOptions, output: Output) -> CommandResult:
 def ranks(options: RanksOptions, output: Output) -> CommandResult:
     from asynchicache.bench.ranks.run import run_ranks
 
+    if options.simulated:
+        from asynchicache.bench.ranks.simulation import simulate
+
+        with output.bar("requests") as advance:
+            return _result(simulate(options, advance))
     with output.bar("requests") as advance:
         report = asyncio.run(run_ranks(options, advance))
     return _result(report)

@@ -145,7 +145,7 @@ class RankMirror:
         self.violations: list[str] = []
         self._workers = workers
         self._chance = chance
-        self._tensors = [cache.device_tensor, *(worker.device_tensor for worker in workers)]
+        self._ranks: tuple[HybridCache | RankWorker, ...] = (cache, *workers)
         self._known: dict[str, list[ByteOracle]] = {}
         self._streams = [device.stream("compute") for device in devices]
         self._turn = asyncio.Lock()
@@ -159,8 +159,8 @@ class RankMirror:
         """What every rank computes with some weights, by rank."""
         if weights not in self._known:
             self._known[weights] = [
-                ByteOracle(self.cache.spec, tensor, partial(_identity, weights, rank))
-                for rank, tensor in enumerate(self._tensors)
+                ByteOracle(one.spec, one.device_tensor, partial(_identity, weights, one.spec, rank))
+                for rank, one in enumerate(self._ranks)
             ]
         return self._known[weights]
 
@@ -191,11 +191,12 @@ class RankMirror:
     async def _forward(
         self, request: Request, tokens: list[int], hit: int, ticket: object, oracles: Sequence[ByteOracle]
     ) -> None:
-        digests = page_digests(token_array(tokens), PAGE, namespace_seed(None))
-        known, last = hit // PAGE, len(tokens) // PAGE
+        size = self.cache.spec.page_size
+        digests = page_digests(token_array(tokens), size, namespace_seed(None))
+        known, last = hit // size, len(tokens) // size
         reads = _slots(self.cache.spec, request, digests, 0, known, state=known) if known else []
         writes = _slots(
-            self.cache.spec, request, digests, known, last, state=last if len(tokens) % PAGE == 0 else 0
+            self.cache.spec, request, digests, known, last, state=last if len(tokens) % size == 0 else 0
         )
         async with self._turn:  # steps have an order; within one, ranks are not in step
             step = self.group.mark()
@@ -242,8 +243,10 @@ class RankMirror:
         self._streams[rank].launch(run)
 
 
-def _identity(weights: str, rank: int, pool: str) -> str:
-    return f"weights {weights}, shard {rank}/"
+def _identity(weights: str, spec: ModelSpec, rank: int, pool: str) -> str:
+    """What distinguishes a rank's bytes: ranks with the same part of a pool have the same."""
+    part = spec.pool(pool)
+    return f"weights {weights}, shard {part.shard or (rank if part.writes else 0)}/"
 
 
 def _slots(

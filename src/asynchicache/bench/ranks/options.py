@@ -21,6 +21,9 @@ class RanksOptions(CommandOptions, frozen=True):
     page_size: Annotated[Positive, about("tokens per page")] = 64
     decode_steps: Annotated[Positive, about("steps behind each prompt that load and publish nothing")] = 8
     collectives: Annotated[Positive, about("all-reduces to measure, in all")] = 200
+    simulated: Annotated[
+        bool, about("all ranks in this process and in virtual time, with the pools of a 397B model")
+    ] = False
     seed: int = 0
 
     @property
