@@ -113,6 +113,23 @@ async def test_a_conversation_goes_on_at_its_last_token(spec, final):
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("final", [False, True])
+async def test_a_conversation_has_one_end_at_a_time(spec, final):
+    """A tail that was continued is dropped; with states it is aged, as its state serves a branch there."""
+    async with HybridCache.open(spec, options(spec)) as cache:
+        engine, tokens = TokenEngine(cache), [1, 2, 3, 4, 5]
+        for turn in range(5):
+            await engine.serve(tokens, [10 + turn], final=final)
+            tokens = [*tokens, 10 + turn, 7]
+        ends = [node for node in cache._controller.planner.state.tree.nodes() if node.tail]
+
+    if engine.others:
+        assert [bool(node.superseded) for node in ends].count(False) == int(final)
+    else:
+        assert [node.tail for node in ends] == [(len(tokens) - 1) % PAGE] == [2]
+
+
+@pytest.mark.asyncio
 async def test_a_tail_comes_back_from_the_host(spec):
     async with HybridCache.open(spec, options(spec, sizes={"kv": (6, 40), "mamba": (2, 9)})) as cache:
         engine = TokenEngine(cache)

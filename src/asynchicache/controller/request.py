@@ -629,7 +629,8 @@ class Request:
         """Publish what is computed and give back all slots, for others to run first.
 
         Publishes the whole pages up to `length` tokens, with the state there: the working state if `length`
-        is a whole number of pages, else the last snapshot, if a state slot is free for it. The request then
+        is a whole number of pages (with `tails`, in any case), else the last snapshot, if a state slot is
+        free for it. The request then
         rests, as after `rest`. To go on, call `rematch` (and `prefetch`), and `load`: `hit` says where. It is
         not counted in the statistics again.
 

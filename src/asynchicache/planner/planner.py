@@ -229,6 +229,7 @@ class Planner:
         state, poisoned = self.state, request.poisoned
         state.requests.discard(request)
         request.lease.close()
+        self.ends.release(request)
         state.give_back(FULL_DEVICE, request.own_pages(), poisoned=poisoned)
         for slots in (request.states, request.snapshots):
             for component_id, slot in slots.items():

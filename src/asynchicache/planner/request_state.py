@@ -55,6 +55,7 @@ class RequestState:
         tail: the end of the match inside a page, kept by the lease; None if it ends with a page.
         tail_tokens: tokens of it: those that are restored, once the request is loaded.
         passed: the tail of the tree at which the sequence was last known to end.
+        outrun: earlier ones that were in use when it went on, to be dropped when the request ends.
         pages: device slots of the full component, one per page; the tree owns the first `borrowed`.
         borrowed: pages of the restored prefix and those published since.
         duplicates: own slots of published pages that the tree already had. They are kept until the request
@@ -95,6 +96,7 @@ class RequestState:
     tail: Tail | None = None
     tail_tokens: int = 0
     passed: Node | None = None
+    outrun: list[Node] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     borrowed: int = 0
     duplicates: list[int] = field(default_factory=list)

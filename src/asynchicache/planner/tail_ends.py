@@ -85,11 +85,22 @@ class TailPlanner:
         if (tail is None and node.end < before.end) or not self._tree.restorable(tail or node):
             return
         tails.supersede(self._tree, before)
-        if not self._states:  # a page that begins with all of it is there
-            self._drop(before)
+        if not self._states and not self._drop(before):  # a page that begins with all of it is there
+            request.outrun.append(before)
 
-    def _drop(self, tail: Node) -> None:
-        for place in (FULL_DEVICE, FULL_HOST):
-            if self._tree.evictable(tail, place):
-                self._state.free[place].release(self._tree.vacate(tail, place))
-        remove_if_dead(self._tree, tail)
+    def release(self, request: RequestState) -> None:
+        """Drop the tails that a request left behind, unless somebody used them since."""
+        for tail in request.outrun:
+            if not tail.worth[FULL]:
+                self._drop(tail)
+
+    def _drop(self, tail: Node) -> bool:
+        """Free the page of a tail; False if it is in use in one of the tiers."""
+        if tail.parent is None:
+            return True
+        places = [place for place in (FULL_DEVICE, FULL_HOST) if tail.residency[place] != ABSENT]
+        if not all(self._tree.evictable(tail, place) for place in places):
+            return False
+        for place in places:
+            self._state.free[place].release(self._tree.vacate(tail, place))
+        return remove_if_dead(self._tree, tail)
