@@ -107,11 +107,12 @@ def crowd_chart(crowd: CrowdResult) -> str:
         gaps.set_ylabel("loop gap, ms")
         gaps.set_xlabel("seconds")
         for axes in (flight, hits):
-            axes.legend(loc="upper right", ncols=3)
-        for seconds, what in crowd.moments:
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))  # beside the data, never over it
+        for number, (seconds, what) in enumerate(crowd.moments):
             for axes in (flight, hits, first, gaps):
                 axes.axvline(seconds, color=_INK, linewidth=1, linestyle=(0, (2, 3)))
-            flight.annotate(what, (seconds, 1.03), xycoords=("data", "axes fraction"), fontsize=10)
+            height = 1.03 + 0.15 * (number % 2)  # neighbours in time do not write over each other
+            flight.annotate(what, (seconds, height), xycoords=("data", "axes fraction"), fontsize=10)
 
     return _figure_svg("crowd", draw, (12.8, 8.0))
 

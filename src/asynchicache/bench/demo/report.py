@@ -63,7 +63,11 @@ def _crowd(crowd: CrowdResult) -> str:
 
 def _card(name: str, mode: ModeResult, result: DemoResult) -> str:
     base = result.modes["uncached"].ttft_p50
-    factor = "baseline" if name == "uncached" else f"{base / mode.ttft_p50:.1f}x faster at the median"
+    slower = mode.ttft_p50 > base
+    times = mode.ttft_p50 / base if slower else base / mode.ttft_p50
+    factor = (
+        f"{times:.1f}x {'slower' if slower else 'faster'} at the median" if name != "uncached" else "baseline"
+    )
     return (
         f'<div class="card" style="--accent: {COLORS[name]}"><h3>{escape(name)}</h3>'
         f'<p class="figure">{mode.hit_rate:.1%}</p><p>of prompt tokens served</p>'
