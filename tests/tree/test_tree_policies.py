@@ -194,7 +194,7 @@ def test_a_worth_may_fall_if_the_queue_is_told(queue):
         queue.add(one)
 
     nodes[2].worth = [0]
-    queue.hurry(nodes[2])
+    queue.requeue(nodes[2])
 
     assert drain(queue) == [3, 1, 2]
 
@@ -206,7 +206,7 @@ def test_a_worth_may_fall_while_the_node_is_away(queue):
     queue.discard(away)
 
     away.worth = [0]
-    queue.hurry(away)
+    queue.requeue(away)
     queue.add(away)
 
     assert drain(queue) == [2, 1]

@@ -221,7 +221,7 @@ class FetchPlanner:
                 component, tip
             )  # the read completes these windows, so its slots must not come from them
         _give_digests(tip, digests, here)
-        local = self._local(tip, here)
+        local = self._resident_flags(tip, here)
         query = StorageQuery(
             tokens,
             seed,
@@ -247,7 +247,7 @@ class FetchPlanner:
             node = child
         return node
 
-    def _local(self, tip: Node, here: int) -> dict[int, bytearray]:
+    def _resident_flags(self, tip: Node, here: int) -> dict[int, bytearray]:
         """By component, a byte per page before `here`: 1 if the path to `tip` has it in memory."""
         local = {component.id: bytearray(max(here, tip.end)) for component in self._tree.components}
         for node in _path(tip) if local else ():
@@ -320,7 +320,7 @@ class FetchPlanner:
                 query.pages,
                 present.get(component_id, b""),
                 coming[component_id],
-                self._here(query, component_id),
+                self._present_flags(query, component_id),
             )
             sets.append(self._restorable(component_id, there, query.pages))
         lengths = hits.intersect(sets)
@@ -354,7 +354,7 @@ class FetchPlanner:
         return coming
 
     @staticmethod
-    def _here(query: StorageQuery, component_id: int) -> bytes | bytearray:
+    def _present_flags(query: StorageQuery, component_id: int) -> bytes | bytearray:
         return b"\1" * query.here if component_id == FULL else query.local[component_id]
 
     def _restorable(self, component_id: int, there: bytes | bytearray, pages: int) -> int:
@@ -493,9 +493,9 @@ class FetchPlanner:
         if query.version != self._tree.version:
             match = self._tree.match(query.tokens, query.seed, limit=query.pages)
             tip, here = self._tip(query.tokens, match.node, match.full_pages), match.full_pages
-            base, local = match.pages, self._local(tip, here)
+            base, local = match.pages, self._resident_flags(tip, here)
         gained, late = base, _late(read, outcomes)
-        pages = hits.longest(self._arrived(read, outcomes, here, local))
+        pages = hits.longest(self._restorable_lengths(read, outcomes, here, local))
         full = max(pages, self._wanted(read))
         # Lists, not sets: they compare identities in C, and an Enum's hash is Python code.
         hit = sum(results.count(Outcome.HIT) for results in outcomes.values())
@@ -526,7 +526,7 @@ class FetchPlanner:
             default=0,
         )
 
-    def _arrived(
+    def _restorable_lengths(
         self, read: StorageRead, outcomes: Outcomes, here: int, local: Mapping[int, bytearray]
     ) -> int:
         """The prefix lengths that are restorable from what arrived and what is in memory, as a bit set."""

@@ -221,7 +221,7 @@ class EvictionQueue:
     def discard(self, node: Node) -> None:
         self.members.discard(node)
 
-    def hurry(self, node: Node) -> None:
+    def requeue(self, node: Node) -> None:
         """Add an entry for a node whose worth has fallen, as that of a window which is superseded.
 
         Needed even if the node is no candidate at the moment: it may become one again while its old entry

@@ -1039,7 +1039,7 @@ class UnifiedRadixTree:
         aged = not node.worth[component_id]
         node.worth[component_id] = 0
         for place in places:  # both: an entry may wait there for slots to come
-            self.queues[place].hurry(node)
+            self.queues[place].requeue(node)
         return aged
 
     def count_hit(self, node: Node) -> list[Node]:

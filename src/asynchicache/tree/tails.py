@@ -168,7 +168,7 @@ def supersede(tree: UnifiedRadixTree, node: Node) -> None:
     if not tree.components:
         node.worth[FULL] = 0
         for slots in (FULL_DEVICE, FULL_HOST):
-            tree.queues[slots].hurry(node)
+            tree.queues[slots].requeue(node)
 
 
 def tier(tree: UnifiedRadixTree, tail: Tail) -> Tier:
