@@ -32,23 +32,23 @@ _CLIENT_KEYS = {
     "timeout",
     "user_agent",
 }
-"""Settings of obstore's HTTP client (object_store's `ClientConfigKey`): among a store's they make it panic,
-with what is no `Exception`."""
+"""Settings of obstore's HTTP client (object_store's `ClientConfigKey`). As settings of a store they make
+it panic, which raises a `BaseException` that is no `Exception`."""
 
 
 class ObjectOptions(BackendOptions, frozen=True):
     """Options of the object store backend.
 
     Attributes:
-        url: the bucket and what every object's name begins with.
-        config: the store's own settings by name, as obstore has them: `endpoint`, `region`,
-            `access_key_id`, ... Default: none; obstore looks for credentials where the cloud's own tools do.
-        requests: most at once, of all pools. Default: 32.
-        timeout_seconds: for one try of one request. Default: 10.
-        retries: further tries of a request that failed for the server's or the network's sake. Default: 2.
-        index: list a pool's pages when it is opened, and answer `exists` from memory from then on; pages
-            that others store later are not seen. Default: false.
-        read_only: serve what is there, store and delete nothing. Default: false.
+        url: the bucket, and the prefix of every object's name.
+        config: settings of the store by obstore's names: `endpoint`, `region`, `access_key_id`, ...
+            Default: none; obstore then finds credentials as the cloud's own tools do.
+        requests: maximum number of concurrent requests, over all pools. Default: 32.
+        timeout_seconds: time limit of one attempt of a request. Default: 10.
+        retries: further attempts after a failure of the server or the network. Default: 2.
+        index: list a pool's pages when it is opened, and answer `exists` from that list; pages that others
+            store later are not seen. Default: false.
+        read_only: read only; store and delete nothing. Default: false.
     """
 
     backend: ClassVar[str] = "object"
@@ -89,7 +89,7 @@ class ObjectOptions(BackendOptions, frozen=True):
         if not _names_a_place(self.url):
             raise self.refused("url", self.url, _RULE)
         if self.config and self.scheme in ("file", "memory"):
-            raise self.refused("config", sorted(self.config), f"means nothing to {self.scheme}://")
+            raise self.refused("config", sorted(self.config), f"has no effect with {self.scheme}://")
 
     def __repr__(self) -> str:
         return f"ObjectOptions({self.url!r})"  # the settings may be secrets

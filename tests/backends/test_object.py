@@ -228,7 +228,7 @@ async def test_what_is_missing_is_said_at_open(
         ({"url": "s3://key:secret@b/pages"}, r"url='s3://\*\*\*@b/pages' must be s3://bucket"),
         (
             {"url": "file:///tmp/x", "config": {"region": "x"}},
-            r"config=\['region'\] means nothing to file://",
+            r"config=\['region'\] has no effect with file://",
         ),
         ({"url": "memory:///", "requests": 0}, r"requests=0 must be a whole number above 0"),
         ({"url": "memory:///", "retries": -1}, r"retries=-1 must be a whole number of at least 0"),

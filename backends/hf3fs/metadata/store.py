@@ -34,16 +34,16 @@ _FREE, _RESERVED, _HELD = range(3)
 
 
 class UnknownNamespaceError(UsageError):
-    """Raised when a handle is not of this store: the service was given another folder, say."""
+    """Raised for a handle that another store made, such as after the service was given another folder."""
 
 
 class MetadataStore:
     """All namespaces of one service. Not thread-safe: one call at a time.
 
     Args:
-        folder: of the database; made if it is missing.
-        lease_seconds: how long a reservation, or a read, holds without a word of its client.
-        now: seconds on a clock that never goes back.
+        folder: the folder of the database; created if it is missing.
+        lease_seconds: how long a reservation or a read lease lasts unless its client renews or ends it.
+        now: a monotonic clock, in seconds.
 
     Raises:
         ConfigError: `lease_seconds` is not above 0, or infinite.
@@ -69,11 +69,11 @@ class MetadataStore:
             self._leases.write([Slot(*row) for row in found])
 
     def open(self, name: str, slots: int, frame_bytes: int) -> Opened:
-        """Make a namespace known. It grows if it has fewer slots, and never shrinks: its other users
-        would lose what they have.
+        """Create a namespace, or return the existing one. It grows if it has fewer slots, but never shrinks,
+        because its other users would lose their pages.
 
         Raises:
-            StorageFormatError: it has frames of another size.
+            StorageFormatError: the namespace exists with frames of another size.
         """
         with transaction(self._database):
             self._database.execute(
@@ -89,7 +89,7 @@ class MetadataStore:
         return Opened(f"{self.id}.{number}", self.id, slots, self._leases.seconds)
 
     def number(self, handle: str) -> int:
-        """The namespace behind a handle of `open`.
+        """Return the number of the namespace that a handle of `open` names.
 
         Raises:
             UnknownNamespaceError: there is none.
@@ -114,7 +114,7 @@ class MetadataStore:
         return Located(self._leases.read(slots) if slots else 0, [held.get(key) for key in keys])
 
     def touch(self, namespace: int, keys: Sequence[str]) -> int:
-        """Count pages as used now, the last one most recently; how many are there."""
+        """Count pages as used now, the last one most recently; return how many are held."""
         held = self._held(namespace, keys)
         self._use(namespace, held, keys)
         return len(held)
@@ -175,7 +175,7 @@ class MetadataStore:
             ]
 
     def delete(self, namespace: int, keys: Sequence[str]) -> list[bool]:
-        """Drop pages by name; whether each was there. Of a key given twice the second was not."""
+        """Drop pages by key; return whether each was held. A repeated key counts only once."""
         with transaction(self._database):
             held = self._held(namespace, keys)
             for place in held.values():
@@ -224,18 +224,18 @@ class MetadataStore:
         return {key: SlotVersion(slot, generation) for key, slot, generation in rows}
 
     def _slots(self, namespace: int, held: dict[str, SlotVersion], keys: Iterable[str]) -> list[Slot]:
-        """Of those of the pages that are held, in the order of `keys`."""
+        """Slots of the held pages, in the order of `keys`."""
         return [Slot(namespace, held[key].slot) for key in keys if key in held]
 
     def _use(self, namespace: int, held: dict[str, SlotVersion], keys: Iterable[str]) -> None:
-        """Count pages as used, the last one most recently; written down once there are many."""
+        """Count pages as used, the last one most recently; write the counts once there are many."""
         self._touch(self._slots(namespace, held, keys))
         if len(self._touched) > _MOST_TOUCHES:
             with transaction(self._database):
                 self._write_touches()
 
     def _touch(self, slots: Iterable[Slot]) -> None:
-        """These are the most recently used; written down with the next change, not now."""
+        """Mark slots as the most recently used; the next change writes this to the database."""
         for slot in slots:
             self._clock += 1
             self._touched[slot] = self._clock

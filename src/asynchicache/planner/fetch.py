@@ -355,6 +355,7 @@ class FetchPlanner:
 
     @staticmethod
     def _present_flags(query: StorageQuery, component_id: int) -> bytes | bytearray:
+        """A byte per page that the query's path has in memory: 1 if the component has it there."""
         return b"\1" * query.here if component_id == FULL else query.local[component_id]
 
     def _restorable(self, component_id: int, there: bytes | bytearray, pages: int) -> int:

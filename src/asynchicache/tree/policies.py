@@ -222,7 +222,7 @@ class EvictionQueue:
         self.members.discard(node)
 
     def requeue(self, node: Node) -> None:
-        """Add an entry for a node whose worth has fallen, as that of a window which is superseded.
+        """Add an entry for a node whose worth has fallen, such as a window that a later one superseded.
 
         Needed even if the node is no candidate at the moment: it may become one again while its old entry
         is in the heap. A node without an entry gets one with the right worth when it is added.
