@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from logging import getLogger
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import msgspec
 from msgspec.inspect import StrType
@@ -119,6 +119,45 @@ class CacheConfig(SizeOptions, frozen=True, kw_only=True):
     close_seconds: Seconds = 30.0
     io_threads: Positive = 8
     seed: int | None = None
+
+    if TYPE_CHECKING:
+        # What type checkers take: besides the types of the fields, the words of a file, which are converted.
+        # Defaults and rules are those of the fields; a test compares names and words with them.
+        def __init__(
+            self,
+            *,
+            device_slots: Mapping[str, int] = ...,
+            host_slots: Mapping[str, int] = ...,
+            device_bytes: int | str | None = ...,
+            host_bytes: int | str | None = ...,
+            host_ratio: float = ...,
+            tokens_per_state: int = ...,
+            device: str = ...,
+            inline: bool = ...,
+            host_layout: HostLayout | Literal["page_first_direct", "page_first", "layer_first"] = ...,
+            copy_path: CopyPath | Literal["batch", "kernel", "plain"] | None = ...,
+            audit: float = ...,
+            page_keys: bool = ...,
+            tails: bool = ...,
+            write_policy: WritePolicy
+            | Literal["write_through", "write_through_selective", "write_back"] = ...,
+            clean_share: float = ...,
+            eviction: str = ...,
+            checkpoints: str = ...,
+            prefetch: PrefetchOptions | Mapping[str, object] = ...,
+            storage: str | None = ...,
+            storage_options: Mapping[str, Any] = ...,
+            storage_limits: PoolLimits | Mapping[str, object] = ...,
+            store_bytes: int | str = ...,
+            weight_version: str | None = ...,
+            salt: str = ...,
+            rank: int = ...,
+            ranks: int = ...,
+            count_namespaces: int = ...,
+            close_seconds: float = ...,
+            io_threads: int = ...,
+            seed: int | None = ...,
+        ) -> None: ...
 
     def check(self) -> None:
         policy(self.eviction)

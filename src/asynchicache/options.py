@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, TypeAlias, cast
 
 import msgspec
 from msgspec import Meta
@@ -78,12 +78,14 @@ class Option(NamedTuple):
 class _OptionsMeta(msgspec.StructMeta):
     """Makes a misspelt option an error that names the right one; msgspec itself raises a bare `TypeError`."""
 
-    def __call__(cls, *args: Any, **given: Any) -> Any:  # noqa: N805  a metaclass
-        known = getattr(cls, "__struct_fields__", ())
-        for name in given:
-            if name not in known:
-                raise cast("type[Options]", cls).unknown(name, sorted(known))
-        return super().__call__(*args, **given)
+    if not TYPE_CHECKING:  # type checkers would take its arguments for those of every set of options
+
+        def __call__(cls, *args: Any, **given: Any) -> Any:  # noqa: N805  a metaclass
+            known = getattr(cls, "__struct_fields__", ())
+            for name in given:
+                if name not in known:
+                    raise cast("type[Options]", cls).unknown(name, sorted(known))
+            return super().__call__(*args, **given)
 
 
 class Options(msgspec.Struct, metaclass=_OptionsMeta, frozen=True, forbid_unknown_fields=True):

@@ -13,9 +13,11 @@ from asynchicache import (
     ModelSpec,
     Outcome,
     PoolSpec,
+    PrefetchOptions,
     PrefixCachedModel,
     Request,
     UsageError,
+    WritePolicy,
 )
 from asynchicache.events import PagesStored
 from asynchicache.hashing import ObjectKey
@@ -54,6 +56,25 @@ async def by_hand(spec: ModelSpec) -> None:
 
 def count_running(model: PrefixCachedModel) -> int:
     return model.running
+
+
+def configure() -> CacheConfig:
+    """Words and sizes as a file has them; what is read back has the field's type."""
+    config = CacheConfig(
+        device_bytes="10GiB",
+        host_bytes=1 << 30,
+        write_policy="write_back",
+        host_layout="page_first",
+        copy_path="plain",
+        prefetch={"policy": "wait_complete", "max_seconds": 5},
+        storage_limits={"deadline": 3},
+    )
+    assert_type(config.write_policy, WritePolicy)
+    assert_type(config.prefetch, PrefetchOptions)
+    CacheConfig(write_policy=WritePolicy.WRITE_BACK, prefetch=PrefetchOptions(policy="timeout"))
+    CacheConfig(write_policy="write_backwards")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    CacheConfig(device_byte=1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    return config
 
 
 async def follow(cache: HybridCache) -> list[str]:

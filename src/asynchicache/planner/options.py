@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta
 
@@ -37,6 +37,19 @@ class PrefetchOptions(Options, frozen=True, kw_only=True):
     max_seconds: _Wait = 30.0
     min_fetch_tokens: Natural = 0
     load_or_compute: bool = False
+
+    if TYPE_CHECKING:
+        # What type checkers take, see `CacheConfig`.
+        def __init__(
+            self,
+            *,
+            policy: PrefetchPolicy | Literal["best_effort", "wait_complete", "timeout"] = ...,
+            base_seconds: float = ...,
+            seconds_per_ki_token: float = ...,
+            max_seconds: float = ...,
+            min_fetch_tokens: int = ...,
+            load_or_compute: bool = ...,
+        ) -> None: ...
 
     def deadline(self, tokens: int) -> float:
         """The seconds that a prefetch of `tokens` tokens may wait."""
