@@ -89,8 +89,10 @@ soak: $(TEST)  ## the long tests, with fresh random seeds
 	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3900 $(ARGS)
 
 # No setup: a GPU machine has its own torch and triton, unless `make dev` ran there. requirements-gpu.txt is all else.
+gpu: GPU_PYTHON = $(firstword $(wildcard $(BIN)/python) $(PYTHON))
 gpu:  ## tests and benches on an NVIDIA GPU, and a report; says so where there is none
-	PYTHONPATH=src:$${PYTHONPATH} $(firstword $(wildcard $(BIN)/python) $(PYTHON)) scripts/gpu_report.py $(ARGS)
+	PYTHONPATH=src:$${PYTHONPATH} $(GPU_PYTHON) scripts/gpu_needs.py
+	PYTHONPATH=src:$${PYTHONPATH} $(GPU_PYTHON) scripts/gpu_report.py $(ARGS)
 
 # Wheels and what they import, 4 GB in all, go to .conformance once. Like `make setup` it takes PIP_EXTRA_INDEX_URL.
 conformance:  ## our adapters inside vLLM's and SGLang's own classes, on a CPU; ARGS="vllm" picks one
