@@ -237,8 +237,9 @@ class HybridCache:
         """Log which split between pages and states the traffic asked for, if memory ran short."""
         statistics = self.statistics()
         if any(map(any, statistics.evicted.values())):
+            shared = statistics.host_bytes  # the host has no split to choose for these
             slots = {
-                name: (device.capacity, host.capacity)
+                name: (device.capacity, 0 if name in shared else host.capacity)
                 for name, (device, host) in statistics.occupancy.items()
             }
             if (advice := advise_split(self.spec, slots, statistics.tokens_per_end)) is not None:

@@ -245,6 +245,16 @@ def test_a_request_chooses_to_load_and_to_keep_nothing(open_player: Open) -> Non
     assert serve(player, "c") == 0
 
 
+@pytest.mark.parametrize("hints", [{"no_store": True}, {"cache_hint": {"transient": True}}])
+def test_a_request_that_asks_for_it_leaves_nothing(open_player: Open, hints: dict[str, object]) -> None:
+    player = open_player()
+    player.parameters = {"asynchicache": hints}
+    serve(player, "a")
+    player.parameters = None
+
+    assert [serve(player, "b", first=20), serve(player, "c", first=40)] == [0, 4 * SIZE]
+
+
 def test_after_a_reset_nothing_of_before_is_found_in_any_process(open_player: Open) -> None:
     player = open_player()
     serve(player, "a")

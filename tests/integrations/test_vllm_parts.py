@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from asynchicache import CacheHint
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.vllm import seam
 from asynchicache.integrations.vllm.hints import RequestHints, read_hints
@@ -98,6 +99,13 @@ def chunk(group: int) -> bytes:
         ({"asynchicache": {"no_store": True}}, (), RequestHints(no_store=True)),
         ({"asynchicache": {"no_load": True, "no_store": False}}, (), RequestHints(no_load=True)),
         ({"asynchicache": {"no_load": "yes", "ttl": 5}}, (), RequestHints(ignored=2)),
+        (
+            {"asynchicache": {"cache_hint": {"continues": True, "keep_seconds": 60}}},
+            (),
+            RequestHints(cache=CacheHint(continues=True, keep_seconds=60)),
+        ),
+        ({"asynchicache": {"cache_hint": {"over": 3}}}, (), RequestHints(ignored=1)),
+        ({"asynchicache": {"cache_hint": {"keep_seconds": -1}}}, (), RequestHints(ignored=1)),
         ({"asynchicache": "no_store"}, (), RequestHints(ignored=1)),
         (
             {"asynchicache": {"prefetch": {"block_hashes": [HASH], "groups": [1]}}},

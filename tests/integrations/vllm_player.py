@@ -111,6 +111,7 @@ class Player:
             worker.register(memory)
         self.restored = Counter[str]()
         self.failing: int | None = None  # rank of a worker whose copies fail
+        self.parameters: dict[str, object] | None = None  # `kv_transfer_params` of requests
 
     def close(self) -> None:
         for worker in self.workers:
@@ -149,7 +150,7 @@ class Player:
         request.num_tokens, request.num_prompt_tokens = call["tokens"], call["prompt"]
         request.num_computed_tokens = call["computed"]
         request.block_hashes = [self.hashes[number] for number in call["hashes"]]
-        request.kv_transfer_params, request.skip_reading_prefix_cache = None, False
+        request.kv_transfer_params, request.skip_reading_prefix_cache = self.parameters, False
         return request
 
     def _new_request(self, call: Call) -> None:

@@ -73,6 +73,7 @@ def test_the_split_that_the_traffic_asks_for_is_named_with_the_option_that_gives
     slots = {"kv": (1000, 0), "swa": (20, 0), "mamba": (100, 0)}
     assert advise_split(SPEC, slots, 640) is None, "one state for 640 tokens is what there is"
     assert advise_split(SPEC, slots, 0) is None
+    assert advise_split(SPEC, dict.fromkeys(slots, (0, 0)), 8000) is None, "nothing has a split to choose"
     assert advise_split(SPEC, slots, 8000) == (
         "the traffic asks for one state for 8,000 tokens, and the pools have one for 640: set "
         "tokens_per_state=8000"

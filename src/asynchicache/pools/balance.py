@@ -69,13 +69,15 @@ def advise_split(spec: ModelSpec, slots: Mapping[str, tuple[int, int]], tokens_p
 
     Args:
         spec: the model's pools.
-        slots: by pool, device and host slots.
+        slots: by pool, device and host slots; 0 where pools share their memory, and have no split to choose.
         tokens_per_end: cached tokens for each end of a path, see `CacheStatistics`; 0: unknown.
     """
     states = [pool.name for pool in spec.owners if not pool.per_token]
     if not states or not tokens_per_end:
         return None
     pages, count = (max(slots[name]) for name in (spec.owners[0].name, states[0]))
+    if not pages:
+        return None
     now = pages * spec.page_size // max(count, 1)
     if UNDERSIZED_SHARE < now / tokens_per_end < 1 / UNDERSIZED_SHARE:
         return None

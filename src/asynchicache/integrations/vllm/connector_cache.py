@@ -14,6 +14,7 @@ from asynchicache.config import CacheConfig
 from asynchicache.controller.request import Hit, Request
 from asynchicache.controller.statistics import CacheStatistics
 from asynchicache.integrations.vllm.kv_groups import KvGroups
+from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.pools.shared import HostHandle
 from asynchicache.transfer.remote import CopyOrder, CopyResult, RemoteCopies
 from asynchicache.types import Direction
@@ -81,17 +82,19 @@ class ConnectorCache:
     def statistics(self) -> CacheStatistics:
         return self._cache.statistics()
 
-    async def look_up(self, number: int, keys: Sequence[bytes], tokens: int) -> Hit:
+    async def look_up(
+        self, number: int, keys: Sequence[bytes], tokens: int, hint: CacheHint = NO_HINT
+    ) -> Hit:
         """Read into host memory what storage has of a prompt, and pin what there is."""
-        request = await self._enter(number, keys, tokens)
+        request = await self._enter(number, keys, tokens, hint)
         try:
             return await request.prefetch()
         except BaseException:
             await self.leave(number)
             raise
 
-    async def _enter(self, number: int, keys: Sequence[bytes], tokens: int) -> Request:
-        request = self._cache.request_keys(keys, length=tokens, namespace=self._namespace)
+    async def _enter(self, number: int, keys: Sequence[bytes], tokens: int, hint: CacheHint) -> Request:
+        request = self._cache.request_keys(keys, length=tokens, namespace=self._namespace, hint=hint)
         self._served[number] = _Served(request, len(keys))
         return await request.__aenter__()
 
@@ -109,20 +112,23 @@ class ConnectorCache:
         if served is not None:
             served.request.load(into={})
 
-    async def back_up(self, number: int, keys: Sequence[bytes], backups: Iterable[Backup]) -> None:
+    async def back_up(
+        self, number: int, keys: Sequence[bytes], backups: Iterable[Backup], hint: CacheHint = NO_HINT
+    ) -> None:
         """Copy blocks to host memory; return when no copy reads them any more.
 
         Args:
             number: of the admission.
             keys: of all blocks that are complete.
             backups: by length, ascending.
+            hint: what the client knows about the blocks' future.
 
         Raises:
             CacheError: a copy failed; its blocks are not cached.
         """
         served = self._served.get(number)
         if served is None:
-            await self._enter(number, keys, len(keys) * self._block_size)
+            await self._enter(number, keys, len(keys) * self._block_size, hint)
             served = self._served[number]
         elif len(keys) > served.keys:
             served.request.append_keys(keys[served.keys :])

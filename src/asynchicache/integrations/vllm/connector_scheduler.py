@@ -136,7 +136,8 @@ class ConnectorScheduler:
         """Begin a new admission: of a request that was preempted, all blocks may have gone."""
         self._leave(tracked)
         tracked.number, tracked.kept = next(self._numbers), 0
-        looking = self._cache.look_up(tracked.number, self._keys(tracked, whole), tracked.request.num_tokens)
+        keys, tokens = self._keys(tracked, whole), tracked.request.num_tokens
+        looking = self._cache.look_up(tracked.number, keys, tokens, tracked.hints.cache)
         tracked.lookup = self._submit(looking, _LookUpJob(tracked))
         tracked.computes = tracked.lookup is None
 
@@ -255,7 +256,8 @@ class ConnectorScheduler:
         )
         blocks = [self._pool.blocks[number] for number in numbers]
         self._pool.touch(blocks)
-        copying = self._cache.back_up(tracked.number, self._keys(tracked, whole), backups)
+        keys, hint = self._keys(tracked, whole), tracked.hints.cache
+        copying = self._cache.back_up(tracked.number, keys, backups, hint)
         if self._submit(copying, _BackupJob(blocks)) is None:
             self._free(blocks)
 

@@ -10,6 +10,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from asynchicache.errors import ConfigError
+from asynchicache.planner.hints import NO_HINT, CacheHint
+
 logger = logging.getLogger(__name__)
 
 PARAMETER = "asynchicache"
@@ -29,12 +34,14 @@ class RequestHints:
         no_store: do not store its chunks.
         no_load: do not read chunks for it; every lookup is a miss.
         prefetch: keys of chunks that this or a later request will look up.
+        cache: what the client knows about the future of the blocks; the connector orders eviction by it.
         ignored: number of hints that were not understood.
     """
 
     no_store: bool = False
     no_load: bool = False
     prefetch: tuple[bytes, ...] = ()
+    cache: CacheHint = NO_HINT
     ignored: int = 0
 
 
@@ -55,6 +62,7 @@ def read_hints(parameters: Any, envelope: Any, groups: Collection[int]) -> Reque
         no_store=any(hint.no_store for hint in found),
         no_load=any(hint.no_load for hint in found),
         prefetch=tuple(dict.fromkeys(key for hint in found for key in hint.prefetch)),
+        cache=next((hint.cache for hint in found if hint.cache is not NO_HINT), NO_HINT),
         ignored=sum(hint.ignored for hint in found),
     )
 
@@ -65,10 +73,19 @@ def _from_options(asked: Any, groups: Collection[int]) -> RequestHints:
     known = {name: value for name, value in asked.items() if name in _FLAGS and isinstance(value, bool)}
     prefetch = asked.get("prefetch")
     keys = _keys(prefetch, groups) if prefetch is not None else ()
-    strange = len(asked) - len(known) - (bool(keys) if prefetch is not None else 0)
+    cache = _cache_hint(asked["cache_hint"]) if "cache_hint" in asked else None
+    strange = len(asked) - len(known) - (bool(keys) if prefetch is not None else 0) - (cache is not None)
     if strange:
         logger.debug("hints %r: %d of them mean nothing here", asked, strange)
-    return RequestHints(**known, prefetch=keys, ignored=strange)
+    return RequestHints(**known, prefetch=keys, cache=cache or NO_HINT, ignored=strange)
+
+
+def _cache_hint(fields: Any) -> CacheHint | None:
+    """Read the fields of a `CacheHint`; None if they are not understood."""
+    try:
+        return msgspec.convert(fields, CacheHint)
+    except (msgspec.ValidationError, ConfigError):
+        return None
 
 
 def _from_action(kind: Any, payload: Any, groups: Collection[int]) -> RequestHints:
