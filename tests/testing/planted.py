@@ -459,11 +459,13 @@ def checksum_not_checked(patch: Patch) -> None:
 
 @bug
 def partial_read_counts_as_whole(patch: Patch) -> None:
-    def all_hits(read: StorageRead, component_id: int, outcomes: Outcomes) -> bytearray:
-        wanted = read.pages.get(component_id, [])
-        return bytearray(page in wanted for page in range(read.query.pages))
+    commit = FetchPlanner._commit
 
-    patch.setattr(FetchPlanner, "_hit_flags", staticmethod(all_hits))
+    def all_hits(self: FetchPlanner, read: StorageRead, outcomes: Outcomes) -> Any:
+        whole = {component_id: [Outcome.HIT] * len(some) for component_id, some in outcomes.items()}
+        return commit(self, read, whole)
+
+    patch.setattr(FetchPlanner, "_commit", all_hits)
 
 
 @bug

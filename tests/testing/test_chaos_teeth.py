@@ -31,7 +31,6 @@ RARE = {
     "needless_quarantine_leaks",
     "no_deadline",
     "old_snapshot_published_for_a_new_length",
-    "partial_read_counts_as_whole",
     "published_window_is_anybodys",
     "salt_ignored",
     "shards_share_a_key",
