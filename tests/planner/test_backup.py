@@ -12,6 +12,7 @@ from asynchicache.planner import backup
 from asynchicache.planner.actions import StorageWrite
 from asynchicache.planner.backup import BackupPlanner
 from asynchicache.transfer.plan import Direction
+from asynchicache.tree import copies
 from asynchicache.tree.copies import CopyRequest
 from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, Node, SlotPlace, place_of
 from asynchicache.types import Tier, WritePolicy, token_array
@@ -329,16 +330,29 @@ def test_room_for_a_path_is_not_made_at_the_cost_of_what_is_to_be_saved() -> Non
         sim.planner.copy_finished(copy, None)
 
 
-def test_a_backup_that_somebody_waits_for_begins_though_others_wait_too() -> None:
+def test_paths_that_somebody_waits_for_get_host_slots_in_turn() -> None:
     sim = simulation()
     nodes = [published(sim, [first, 2]) for first in range(2)]
     writer(sim).urgent += nodes
 
-    copies = [copy for node in nodes for copy in writer(sim).backup(node)]
-    assert [copy.publishes for copy in copies] == nodes
+    (copy,) = [copy for node in nodes[::-1] for copy in writer(sim).backup(node)]
+    assert copy.publishes is nodes[0]
+    sim.planner.copy_finished(copy, None)
+    assert writer(sim).retry() == [], (
+        "the first has all that it needs, and keeps its place until it is stored"
+    )
+    writer(sim).urgent.remove(nodes[0])
+    (copy,) = writer(sim).retry()
+    assert copy.publishes is nodes[1]
     writer(sim).urgent.clear()
-    for copy in copies:
-        sim.planner.copy_finished(copy, None)
+    sim.planner.copy_finished(copy, None)
+
+
+def test_a_path_longer_than_the_host_waits_for_no_room() -> None:
+    sim = simulation(kv=(64, 3))
+    node = published(sim, list(range(8)))
+    assert copies.missing_on_host(sim.planner.state.tree, node)
+    assert not writer(sim).lacks_room(node)
 
 
 # Ahead of need

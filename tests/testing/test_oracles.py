@@ -165,6 +165,11 @@ def test_a_page_is_written_once_unless_it_was_lost() -> None:
         lose()
         costs.call("put", A)
         assert costs.said() == []
+    writing = costs.begin("put", C)
+    costs.oracle.gap()
+    costs.end(writing)
+    costs.call("put", C)
+    assert costs.said() == [], "it belongs to a path that was just found to have a gap"
     costs.call("put", D, answer=[Outcome.REJECTED])
     costs.call("put", D)
     assert costs.said() == [], "it was not written the first time"

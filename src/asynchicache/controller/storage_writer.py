@@ -278,33 +278,46 @@ class StorageWriter:
 
     async def _path_written(self, request: RequestState, node: Node) -> bool:
         """Wait until the path to `node` is marked stored, with the window and state that its end needs."""
-        tried = False
-        while self._storage and not (request.unpublished or self._executor.stopped):
-            if self.clearing or self._backups.in_flight(node):
-                await self._executor.next_progress()
-            elif self._backups.is_stored(node):
-                return True
-            elif self._executor.failure is not None or self._executor.closing:
-                return False
-            elif self._backups.lacks_room(node) and self._executor.in_flight():
-                await self._back_up_first(node)
-            elif tried:
-                return False
-            else:
-                tried = True
-                self._executor.run(self._backups.backup(node))
-                self.store(node, wait=True)
-        return False
-
-    async def _back_up_first(self, node: Node) -> None:
-        """Reserve the next freed host slots for a path, until part of it is in flight."""
-        self._backups.urgent.append(node)
+        tried = waits = False
         try:
-            self._executor.run(self._backups.backup(node))
-            if not self._backups.in_flight(node):
-                await self._executor.next_progress()
+            while self._storage and not (request.unpublished or self._executor.stopped):
+                if self.clearing or self._backups.in_flight(node):
+                    await self._executor.next_progress()
+                elif self._backups.is_stored(node):
+                    return True
+                elif self._executor.failure is not None or self._executor.closing:
+                    return False
+                elif self._backups.lacks_room(node) and (waits or self._executor.in_flight()):
+                    if not waits:  # until it is stored: paths that take turns could evict each other for ever
+                        waits = True
+                        self._backups.urgent.append(node)
+                    if not await self._back_up_in_turn(node):
+                        return False
+                elif tried:
+                    return False
+                else:
+                    tried = True
+                    self._executor.run(self._backups.backup(node))
+                    self.store(node, wait=True)
+            return False
         finally:
-            self._backups.urgent.remove(node)
+            if waits:
+                self._backups.urgent.remove(node)
+                self._executor.progress.set()  # the next has its turn
+
+    async def _back_up_in_turn(self, node: Node) -> bool:
+        """Copy to the host what there is room for, if it is the turn of this path, or wait for progress.
+
+        Returns:
+            False if there is no room, and nothing is under way that could free some.
+        """
+        self._executor.run(self._backups.backup(node))
+        if self._backups.in_flight(node):
+            return True
+        if self._backups.urgent[0] is node and not self._executor.in_flight():
+            return False
+        await self._executor.next_progress()
+        return True
 
     def _count(self, batches: Sequence[BatchResult]) -> bool:
         """Count the outcomes of a write; returns whether all of it is in storage."""

@@ -44,7 +44,7 @@ class BackupPlanner:
             retried as storage writes end, as long as the data is on the device. An entry is one node and
             component, not a path: states of one path that do not fit together would evict each other forever.
         urgent: ends of paths that a caller waits for and that found no host slots, first come, first served.
-            While there are any, no other backup gets host slots.
+            While there are any, no backup but that of the first gets host slots.
         preparing: ends of paths that are written to storage once their digests are computed.
         forgotten: how many times all knowledge of storage was dropped.
     """
@@ -82,7 +82,7 @@ class BackupPlanner:
         wanted = self._missing(node)
         if not self.urgent:
             return self._copy(node, wanted, period)
-        if node not in self.urgent:
+        if node is not self.urgent[0]:
             self._postpone(wanted, period)
             return []
         # Stored states are skipped: they would evict each other from the last host slot forever.
@@ -99,8 +99,9 @@ class BackupPlanner:
 
     def lacks_room(self, node: Node) -> bool:
         """Whether something on the path to `node` still needs host room: it is on the device, but neither on
-        the host nor in storage."""
-        return any(not _is_stored(want) for want in self._missing(node))
+        the host nor in storage. A path that is longer than the host waits for no room."""
+        fits = node.end <= self._state.free[FULL_HOST].capacity
+        return fits and any(not _is_stored(want) for want in self._missing(node))
 
     def _copy(self, node: Node, wanted: list[CopyRequest], period: int) -> list[Copy]:
         """Copy `wanted`, on the path to `node`, to the host, as far as there is room; postpone the rest."""
@@ -136,7 +137,7 @@ class BackupPlanner:
     def retry(self) -> list[Copy]:
         """Retry postponed backups; call it when host slots may have been freed."""
         if self.urgent:
-            return [copy for node in self.urgent for copy in self.backup(node)]
+            return self.backup(self.urgent[0])
         postponed, self.postponed = self.postponed, {}
         return [copy for want, period in postponed.items() for copy in self._retry_one(want, period)]
 

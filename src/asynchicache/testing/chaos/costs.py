@@ -57,6 +57,8 @@ class CostOracle:
         self._there = there
         self._known: set[Page] = set()
         self._written: set[Page] = set()
+        self._gaps = 0
+        self._gaps_before: dict[Call, int] = {}  # by write in flight, the gaps when it began
         self._answered: dict[Page, float] = {}
         self._had: set[Page] = set()
 
@@ -71,8 +73,10 @@ class CostOracle:
         self._answered.pop((pool, digest), None)
 
     def gap(self) -> None:
-        """Storage has lost pages: their neighbours may be rewritten along with them."""
+        """Storage has lost pages: their neighbours may be rewritten along with them, also those that are
+        being written now."""
         self._written.clear()
+        self._gaps += 1
 
     def forget(self) -> None:
         """The cache was told that storage was replaced or cleared."""
@@ -93,6 +97,7 @@ class CostOracle:
                 self._bound("read_needlessly", [page for page in there if page in self._had])
             case "put":
                 self._count("written", len(pages))
+                self._gaps_before[call] = self._gaps
                 self._bound("written_twice", [page for page in pages if page in self._written])
             case "exists":
                 self._count("asked", len(pages))
@@ -109,7 +114,7 @@ class CostOracle:
         came = {page for page, outcome in zip(pages, answer, strict=True) if outcome in _THERE}
         if call.verb == "get":
             came.difference_update(self._held(pages))  # another request computed it
-        else:
+        elif self._gaps_before.pop(call) == self._gaps:
             self._written |= came
         self._known |= came
 

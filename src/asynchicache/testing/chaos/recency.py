@@ -69,13 +69,15 @@ class RecencyOracle:
     def restored(self, path: StoredPath, known: Callable[[ObjectKey], bool]) -> None:
         """A request got a path from memory, perhaps prefetched: all of its pages were used.
 
-        `known`: returns whether the cache knows that a page is stored; otherwise it cannot report the use.
+        `known`: returns whether the cache knows that a page is stored. If it does not, in any pool, it may be
+            asking what storage has lost, and cannot report the use.
         """
         now = self._clock()
         self._know(path)
+        unknown = {key.digest for key in path.every_key() if not known(key)}
         for key in path.every_key():
             self._latest[key] = now
-            if known(key):
+            if key.digest not in unknown:
                 self._touched[key].append(now)
 
     def asked(self, digests: Sequence[bytes]) -> None:
@@ -89,9 +91,10 @@ class RecencyOracle:
             self._paths[key] = path
 
     def forgot(self, key: ObjectKey) -> None:
-        """A path is no longer expected."""
-        for known in (self._moved, self._touched, self._paths):
-            known.pop(key, None)
+        """A page is no longer expected, nor those of other pools that are worth nothing without it."""
+        for other in [other for other in self._latest if other.digest == key.digest]:
+            for known in (self._moved, self._touched, self._paths):
+                known.pop(other, None)
 
     def restarted(self) -> None:
         """A cache has ended: it may not have reported its last uses."""
