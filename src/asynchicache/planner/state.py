@@ -367,7 +367,7 @@ class CacheState:
             for pool in self.sharing(component_of(place)):
                 self.on_move(pool, sources, destinations)
         moves = dict(zip(sources, destinations, strict=True))
-        for node in {node for node in nodes if node is not None}:
+        for node in dict.fromkeys(node for node in nodes if node is not None):  # a set of nodes has no order
             self.tree.relocate(node, place, moves)
         free.release(sources)
         self.counters.moved += len(sources)
