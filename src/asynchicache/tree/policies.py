@@ -352,7 +352,7 @@ class ValueQueue(EvictionQueue):
             self._queued.clear()
             self._changed = set(self.members)
         queued = self._queued
-        for node in self._changed:
+        for node in sorted(self._changed, key=lambda node: node.serial):
             if node in self.members:
                 density = self._density_of(node)
                 if queued.get(node) != density:
