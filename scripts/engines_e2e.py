@@ -14,15 +14,17 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from conformance import Result, pip, python_of, read_report, ready, table
 
 ROOT = Path(__file__).parents[1]
 SUITES = ROOT / "tests" / "engines"
 FOLDER = ROOT / ".engines"
+OUTPUT = "output.txt"
 SECONDS = 1800
 """Most that one engine's tests may take; with models made and classes inspected they need a tenth of that."""
 
@@ -117,8 +119,31 @@ def environment(folder: Path, engine: WholeEngine) -> dict[str, str]:
     )
 
 
-def run_suite(folder: Path, engine: WholeEngine, more: Sequence[str]) -> Result:
-    """Run an engine's tests; those that did not even begin count as one failure."""
+def run_suites(folders: Mapping[WholeEngine, Path], more: Sequence[str]) -> list[Result]:
+    """Run the tests of several engines at the same time, each mostly in one thread; print what they print."""
+    with ThreadPoolExecutor(len(folders)) as pool:
+        runs = [pool.submit(_run_aside, folder, engine, more) for engine, folder in folders.items()]
+        results = []
+        for folder, run in zip(folders.values(), runs, strict=True):
+            results.append(run.result())
+            sys.stdout.write((folder / OUTPUT).read_text(errors="replace"))
+    return results
+
+
+def _run_aside(folder: Path, engine: WholeEngine, more: Sequence[str]) -> Result:
+    with (folder / OUTPUT).open("w") as output:
+        return run_suite(folder, engine, more, output)
+
+
+def run_suite(folder: Path, engine: WholeEngine, more: Sequence[str], output: TextIO | None = None) -> Result:
+    """Run an engine's tests; those that did not even begin count as one failure.
+
+    Args:
+        folder: of the engine.
+        engine: the engine.
+        more: arguments of pytest.
+        output: takes what the tests print. Default: the terminal.
+    """
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     where = ["-c", SUITES / "pytest.ini", "--rootdir", ROOT, "--confcutdir", SUITES]
@@ -126,7 +151,13 @@ def run_suite(folder: Path, engine: WholeEngine, more: Sequence[str]) -> Result:
     started = time.monotonic()
     try:
         done = subprocess.run(
-            command, env=environment(folder, engine), cwd=folder, timeout=SECONDS, check=False
+            command,
+            env=environment(folder, engine),
+            cwd=folder,
+            timeout=SECONDS,
+            check=False,
+            stdout=output,
+            stderr=output and subprocess.STDOUT,
         )
         whole = done.returncode == 0
     except subprocess.TimeoutExpired:
@@ -174,7 +205,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.run:
         runs = [run_file(folder, engine, options.run, more) for engine, folder in folders.items()]
         return max(runs)
-    results = [run_suite(folder, engine, more) for engine, folder in folders.items()]
+    if len(folders) == 1:
+        results = [run_suite(folder, engine, more) for engine, folder in folders.items()]
+    else:
+        results = run_suites(folders, more)
     print(table([("engine", "version", "tests", "took", ""), *(result.row() for result in results)]))
     return 0 if all(result.ok for result in results) else 1
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -62,6 +64,28 @@ def test_an_environment_is_made_once_for_each_state_of_its_list(
     (tmp_path / "venv" / ".installed").write_text("of an older list")
     runner.make_environment(tmp_path, engine)
     assert len(made) == 2
+
+
+def test_engines_are_run_at_the_same_time_and_what_they_print_is_not_mixed(
+    runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2, timeout=60)
+
+    def runs(command: list[Any], *, stdout: Any, cwd: Path, **_: Any) -> subprocess.CompletedProcess[str]:
+        stdout.write(f"begin {cwd.name}\n")
+        both.wait()  # one of them alone would wait in vain
+        stdout.write(f"end {cwd.name}\n")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(runner.subprocess, "run", runs)
+    folders = {engine: tmp_path / engine.name for engine in runner.ENGINES}
+    for folder in folders.values():
+        folder.mkdir()
+
+    assert len(runner.run_suites(folders, [])) == 2
+    assert capsys.readouterr().out.split() == [
+        word for engine in runner.ENGINES for word in ("begin", engine.name, "end", engine.name)
+    ]
 
 
 def test_a_run_that_does_not_end_is_a_failure(
