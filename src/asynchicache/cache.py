@@ -6,7 +6,7 @@ import asyncio
 import logging
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -77,6 +77,15 @@ class OtherRanks(Protocol):
         now: Callable[[], float],
     ) -> Mapping[str, tuple[int, int]]:
         """Wait for all ranks; returns the slots by pool that every rank has memory for."""
+        ...
+
+    @property
+    def shared_pools(self) -> Collection[str]:
+        """Pools whose host memory other ranks map, once they have agreed."""
+        ...
+
+    async def share(self, hosts: Mapping[str, HostPool]) -> None:
+        """Tell other ranks where the host memory of these pools is."""
         ...
 
     def copies(self, here: Transfers) -> Transfers:
@@ -629,7 +638,7 @@ async def _open_parts(
     slots, plan = _slots(spec, config, free_memory(device), pages, alone=group is None)
     if group is not None:
         slots = dict(await group.agree(spec, config, slots, port.now))
-    memories, on_host = await _allocate(spec, slots, plan, device, config, port, kept, engine)
+    memories, on_host = await _allocate(spec, slots, plan, device, config, port, kept, engine, group)
     if owned:  # closes before the memory: a failed device may still run copies
         kept.callback(device.close)
     planner = _planner(spec, slots, config, pages, on_host, alone=group is None and config.ranks == 1)
@@ -686,16 +695,26 @@ async def _allocate(
     port: Port,
     kept: ExitStack,
     engine: EngineMemory | RemoteCopies | None,
+    group: OtherRanks | None,
 ) -> tuple[dict[str, PoolMemory], HostMemory]:
     """Allocate the memory of both tiers, or of the host alone if the copies run elsewhere."""
     # Shielded from cancellation: memory that a thread still pins could not be unpinned.
+    memories: dict[str, PoolMemory] = {}
     if isinstance(engine, RemoteCopies):
         counts = {name: host for name, (_, host) in slots.items()}
-        hosting = partial(allocate_hosts, spec, counts, config.host_layout, kept, mapped=True, plan=plan)
-        return {}, await shielded(port.run_blocking(hosting))
-    owned = None if engine is None else engine.pools
-    allocate = partial(allocate_memories, spec, slots, device.name, config.host_layout, kept, owned, plan)
-    return await shielded(port.run_blocking(allocate))
+        every = [pool.name for pool in spec.pools]
+        hosting = partial(allocate_hosts, spec, counts, config.host_layout, kept, mapped=every, plan=plan)
+        hosts = await shielded(port.run_blocking(hosting))
+    else:
+        owned = None if engine is None else engine.pools
+        mapped = () if group is None else group.shared_pools
+        allocate = partial(
+            allocate_memories, spec, slots, device.name, config.host_layout, kept, owned, plan, mapped=mapped
+        )
+        memories, hosts = await shielded(port.run_blocking(allocate))
+    if group is not None:
+        await group.share(hosts.pools)
+    return memories, hosts
 
 
 def _move(hosts: Mapping[str, HostPool], pool: str, sources: list[int], destinations: list[int]) -> None:

@@ -7,23 +7,30 @@ import json
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from asynchicache import CacheConfig, HybridCache
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.options import RankLimits
+from asynchicache.specs import ModelSpec
 from asynchicache.testing.oracle import ByteOracle
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import token_array
 
 PAGE = 4
 SPEC = synthetic_spec(PAGE, ("kv",))
+REPLICATED = replace(SPEC, pools=(replace(SPEC.pools[0], replicated=True),))
 TOKEN = "of this test"
 
 
-def shard(rank: int, pool: str) -> str:
-    return f"shard {rank}/{pool}"
+def spec_of(*, replicated: bool) -> ModelSpec:
+    return REPLICATED if replicated else SPEC
+
+
+def shard(spec: ModelSpec, rank: int, pool: str) -> str:
+    return "" if spec.pool(pool).replicated else f"shard {rank}/{pool}"
 
 
 def config(rank: int, ranks: int) -> CacheConfig:
@@ -41,7 +48,7 @@ class ProcessGroup:
         self.group = group
         self.cache = cache
         self.followers = followers
-        self._oracle = ByteOracle(SPEC, cache.device_tensor, lambda pool: shard(0, pool))
+        self._oracle = ByteOracle(cache.spec, cache.device_tensor, lambda pool: shard(cache.spec, 0, pool))
 
     async def serve(self, tokens: Sequence[int]) -> int:
         """Serve a prompt on all ranks; the tokens of its hit, whose bytes are right on each of them."""
@@ -88,13 +95,15 @@ def _part(slots: list[int], digests: Sequence[bytes]) -> tuple[str, list[int], l
 
 
 @asynccontextmanager
-async def processes(folder: Path, ranks: int, **limits: float) -> AsyncIterator[ProcessGroup]:
+async def processes(
+    folder: Path, ranks: int, *, replicated: bool = False, **limits: float
+) -> AsyncIterator[ProcessGroup]:
     address = f"unix:{folder / 'group'}"
-    followers = [await start(address, rank, ranks) for rank in range(1, ranks)]
+    followers = [await start(address, rank, ranks, replicated=replicated) for rank in range(1, ranks)]
     try:
         async with (
             RankGroup.listen(address, TOKEN, RankLimits(**limits)) as group,
-            HybridCache.open(SPEC, config(0, ranks), group=group) as cache,
+            HybridCache.open(spec_of(replicated=replicated), config(0, ranks), group=group) as cache,
         ):
             for follower in followers:
                 assert follower.stdout is not None
@@ -107,7 +116,9 @@ async def processes(folder: Path, ranks: int, **limits: float) -> AsyncIterator[
             await follower.wait()
 
 
-async def start(address: str, rank: int, ranks: int) -> asyncio.subprocess.Process:
+async def start(
+    address: str, rank: int, ranks: int, *, replicated: bool = False
+) -> asyncio.subprocess.Process:
     tests = Path(__file__).parent.parent
     return await asyncio.create_subprocess_exec(
         sys.executable,
@@ -115,6 +126,7 @@ async def start(address: str, rank: int, ranks: int) -> asyncio.subprocess.Proce
         address,
         str(rank),
         str(ranks),
+        "replicated" if replicated else "sharded",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

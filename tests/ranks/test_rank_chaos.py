@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from asynchicache import parts
 from asynchicache.ranks.follower import RankFollower
 from asynchicache.ranks.group import GroupStorage, GroupTransfers
 from asynchicache.ranks.leader import RankLeader
 from asynchicache.ranks.messages import EndAnswer, EpochEntry
+from asynchicache.ranks.sharing import HostShare
 from asynchicache.testing.rank_chaos import draw_rank_script, run_rank_script, search_ranks
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -92,14 +94,37 @@ def one_rank_keeps_the_old_weights(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RankFollower, "_begin_epoch", begin_epoch)
 
 
+def one_rank_leaves_its_part_of_shared_memory(patch: pytest.MonkeyPatch) -> None:
+    fills = HostShare.fills
+    patch.setattr(HostShare, "fills", lambda self, slot: self.place != 1 and fills(self, slot))
+
+
+def two_ranks_fill_other_slots_than_the_log_says(patch: pytest.MonkeyPatch) -> None:
+    """Ranks choose by what differs between them, so some slots are filled by nobody."""
+    patch.setattr(HostShare, "fills", lambda self, slot: slot % (self.size + self.place) == self.place)
+
+
+def a_replicated_key_names_the_rank(patch: pytest.MonkeyPatch) -> None:
+    identity = parts._identity
+
+    def named(spec, name, config):  # type: ignore[no-untyped-def]
+        fingerprint, shard = identity(spec, name, config)
+        return fingerprint, shard or f"{config.rank}/{config.ranks}"
+
+    patch.setattr(parts, "_identity", named)
+
+
 PLANTS: dict[Plant, int] = {
-    the_leader_alone_ends_a_copy: 13,
-    copies_do_not_wait_for_compute: 15,
-    a_copy_is_answered_before_it_has_landed: 13,
+    the_leader_alone_ends_a_copy: 1,
+    copies_do_not_wait_for_compute: 1,
+    a_copy_is_answered_before_it_has_landed: 1,
     the_leaders_outcomes_count: 26,
-    messages_overtake_each_other: 13,
+    messages_overtake_each_other: 7,
     a_lost_rank_is_not_noticed: 1,
-    one_rank_keeps_the_old_weights: 15,
+    one_rank_keeps_the_old_weights: 77,
+    one_rank_leaves_its_part_of_shared_memory: 11,
+    two_ranks_fill_other_slots_than_the_log_says: 11,
+    a_replicated_key_names_the_rank: 11,
 }
 """Planted bugs, and the seed to begin at, so that the search ends soon."""
 

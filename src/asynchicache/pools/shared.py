@@ -192,6 +192,21 @@ def attach_pools(
     return hosts, shared
 
 
+def attach_pool(spec: ModelSpec, name: str, handle: HostHandle, pinner: Pinner | None) -> HostPool:
+    """Map the host memory of one pool that has a slab of its own, and pin a first step of it for a GPU.
+
+    Raises:
+        ConfigError: the owner's model is another one; or as `attach`.
+        CapacityError: no room.
+    """
+    _check_pool(spec, name, handle)
+    theirs, layout = handle.pools[name], HostLayout(handle.layout)
+    memory = attach(theirs.slab)
+    return HostPool(
+        spec.pool(name), spec.page_size, theirs.slots, pin=pinner or False, layout=layout, memory=memory
+    )
+
+
 def _check_pool(spec: ModelSpec, name: str, handle: HostHandle) -> None:
     ours, theirs = spec.pool(name), handle.pools.get(name)
     if theirs is None:

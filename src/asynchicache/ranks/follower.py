@@ -46,6 +46,7 @@ from asynchicache.ranks.messages import (
     unpack_digests,
     unpack_slots,
 )
+from asynchicache.ranks.sharing import HostShare
 from asynchicache.storage.limits import BatchResult
 from asynchicache.streams.base import Device, Event, Stream
 from asynchicache.transfer.engine import TransferEngine
@@ -115,6 +116,7 @@ class RankFollower:
         pools: Collection[str],
         storage: StoragePools,
         now: Callable[[], float],
+        share: HostShare = HostShare(),  # noqa: B008 - immutable
     ) -> None:
         """
         Args:
@@ -124,6 +126,7 @@ class RankFollower:
             pools: the pools that this rank has; entries may name others, of other pipeline stages.
             storage: this rank's shards in storage.
             now: a monotonic clock, in seconds.
+            share: the part of this rank in filling host memory.
         """
         self.failure: RankError | None = None
         self.closed = False
@@ -136,6 +139,7 @@ class RankFollower:
         self._pools = frozenset(pools)
         self._storage = storage
         self._now = now
+        self._share = share
         self._heard = now()
         self._reader: FrameReader[Entry] = FrameReader(incarnation, Entry)
         self._answers: FrameWriter[Answer] = FrameWriter(incarnation)
@@ -271,7 +275,7 @@ class RankFollower:
             for one in entry.transfers
             if one.pool in self._pools
         )
-        operation = CacheOperation(entry.direction, transfers)
+        operation = self._share.own_part(CacheOperation(entry.direction, transfers))
         done = partial(self._copied, entry.operation)
         ticket = self._copies.submit(operation, after=after, done=done)
         if entry.direction is not Direction.BACKUP:

@@ -10,7 +10,6 @@ from operator import and_
 from asynchicache.controller.storage_pools import (
     SLICE_PAGES,
     Presence,
-    StoragePools,
     all_ended,
     worst_outcomes,
 )
@@ -28,6 +27,8 @@ from asynchicache.ranks.messages import (
     pack_slots,
     unpack_outcomes,
 )
+from asynchicache.ranks.shared_storage import SharedStorage
+from asynchicache.ranks.sharing import HostShare
 from asynchicache.storage.limits import BatchResult
 from asynchicache.streams.base import Event
 from asynchicache.transfer.plan import CacheOperation
@@ -37,19 +38,30 @@ from asynchicache.transfer.ticket import Ticket
 from asynchicache.transfer.transfers import Transfers
 from asynchicache.types import MissReason, Outcome
 
+_ALONE = HostShare()
+
 
 class GroupTransfers:
     """Copies on all ranks; see `TransferEngine`."""
 
     in_process = True
 
-    def __init__(self, leader: RankLeader, here: Transfers, *, seconds: float) -> None:
-        """`seconds`: how long a follower may take for a copy."""
+    def __init__(
+        self, leader: RankLeader, here: Transfers, share: HostShare = _ALONE, *, seconds: float
+    ) -> None:
+        """
+        Args:
+            leader: sends the log.
+            here: copies on this rank.
+            share: the part of this rank in filling host memory.
+            seconds: how long a follower may take for a copy.
+        """
         self.audit = here.audit
         self._leader = leader
         self._here = here
         self._seconds = seconds
-        self._elsewhere: dict[_JointCopy, CacheOperation] = {}
+        self._share = share
+        self._joint: dict[_JointCopy, CacheOperation] = {}  # and what is copied here of each
 
     def submit(
         self,
@@ -63,24 +75,26 @@ class GroupTransfers:
         """Copy on all ranks. The ticket is about this rank; `done` is called when all ranks have ended."""
         if operation.empty or self._leader.failure is not None:
             return self._here.submit(operation, after=after, reads=reads, done=done, on_wait=on_wait)
-        joint = _JointCopy(done)
+        own = self._share.own_part(operation)
+        joint: _JointCopy
+
+        def ended(error: BaseException | None) -> None:
+            del self._joint[joint]
+            done(error)
+
+        joint = _JointCopy(operation, ended)
         # The log is sent before the copies of this rank start: a thread that runs them would hold it up.
         self._leader.wake()
-        ticket = self._here.submit(operation, after=after, reads=reads, done=joint.ended, on_wait=on_wait)
-        self._elsewhere[joint] = operation
-
-        def ended_elsewhere(error: BaseException | None) -> None:
-            del self._elsewhere[joint]
-            joint.ended(error)
-
-        self._leader.copy(operation, self._seconds, ended_elsewhere)
+        ticket = self._here.submit(own, after=after, reads=reads, done=joint.ended, on_wait=on_wait)
+        self._joint[joint] = own
+        self._leader.copy(operation, self._seconds, joint.ended)
         return ticket
 
     def in_flight(self) -> Collection[CacheOperation]:
         """Operations whose `done` has not been called."""
-        here = list(self._here.in_flight())
-        known = set(map(id, here))
-        return here + [one for one in self._elsewhere.values() if id(one) not in known]
+        joint = set(map(id, self._joint.values()))
+        alone = [one for one in self._here.in_flight() if id(one) not in joint]
+        return alone + [one.operation for one in self._joint]
 
     def statistics(self) -> TransferStatistics:
         return self._here.statistics()
@@ -95,7 +109,8 @@ class GroupTransfers:
 class _JointCopy:
     """One copy, here and on the followers."""
 
-    def __init__(self, done: Done) -> None:
+    def __init__(self, operation: CacheOperation, done: Done) -> None:
+        self.operation = operation
         self._done = done
         self._left = 2
         self._error: BaseException | None = None
@@ -107,19 +122,25 @@ class _JointCopy:
             self._done(self._error)
 
 
-class GroupStorage(StoragePools):
+class GroupStorage(SharedStorage):
     """Storage of all ranks: a page is there if every rank has its shard, and stored if every rank says so."""
 
     def __init__(
-        self, sharing: Callable[[int], Iterable[str]], leader: RankLeader, *, seconds: float
+        self,
+        sharing: Callable[[int], Iterable[str]],
+        leader: RankLeader,
+        share: HostShare = _ALONE,
+        *,
+        seconds: float,
     ) -> None:
         """
         Args:
             sharing: returns the pools that share the slots of a component.
             leader: sends the log.
+            share: the part of this rank in filling host memory.
             seconds: how long a follower may take for a call, its own deadlines included.
         """
-        super().__init__(sharing)
+        super().__init__(sharing, share)
         self._leader = leader
         self._seconds = seconds
 
@@ -142,6 +163,8 @@ class GroupStorage(StoragePools):
     async def put(self, work: StorageWrite) -> list[BatchResult]:
         if not self:
             return await super().put(work)
+        if self._leader.failure is not None:  # a rank that is only slow may still write to shared host memory
+            return [BatchResult([Outcome.REJECTED] * len(slots)) for _, slots in work.pages.values()]
         pages = [_pages(pool, digests, slots) for pool, (digests, slots) in work.pages.items()]
         here, answers = await asyncio.gather(super().put(work), self._leader.write(pages, self._seconds))
         return [self._merged(batch, index, answers) for index, batch in enumerate(here)]

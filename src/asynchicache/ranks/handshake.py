@@ -14,6 +14,7 @@ from importlib.metadata import version
 from asynchicache.config import CacheConfig
 from asynchicache.errors import RankError
 from asynchicache.ranks.messages import PROTOCOL, Hello
+from asynchicache.ranks.sharing import sharing_ranks
 from asynchicache.specs import ModelSpec
 
 Slots = Mapping[str, tuple[int, int]]
@@ -80,6 +81,10 @@ class Members:
     @property
     def missing(self) -> Sequence[int]:
         return [rank for rank in range(1, self._ranks) if rank not in self._joined]
+
+    def sharing(self, leader: str) -> dict[int, list[int]]:
+        """By rank, those that share host memory with it; `leader`: the key of rank 0."""
+        return sharing_ranks({0: leader} | {rank: hello.shares for rank, hello in self._joined.items()})
 
     def agreed(self) -> dict[str, tuple[int, int]]:
         """The least slots of all ranks, by pool and tier."""

@@ -8,23 +8,29 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import TypeVar
 
 from asynchicache.config import CacheConfig
 from asynchicache.controller.statistics import GroupStatistics
 from asynchicache.controller.storage_pools import StoragePools
 from asynchicache.controller.tasks import OwnedTasks
 from asynchicache.errors import RankError, RankLostError, RankProtocolError, StorageError, UsageError
+from asynchicache.pools.host import HostPool
+from asynchicache.pools.shared import share
 from asynchicache.ranks.frames import FrameReader, FrameWriter
 from asynchicache.ranks.group import GroupStorage, GroupTransfers
 from asynchicache.ranks.handshake import Members, build_of
 from asynchicache.ranks.leader import RankLeader
 from asynchicache.ranks.links import Address, Link, listen
-from asynchicache.ranks.messages import EndAnswer, Handshake, Hello, Ready, Refused, Welcome
+from asynchicache.ranks.messages import EndAnswer, Handshake, Hello, MemoryHandles, Ready, Refused, Welcome
 from asynchicache.ranks.options import RankLimits
+from asynchicache.ranks.sharing import HostShare, share_of, sharing_key
 from asynchicache.specs import ModelSpec
 from asynchicache.transfer.transfers import Transfers
 
 logger = logging.getLogger(__name__)
+
+H = TypeVar("H", Ready, MemoryHandles)
 
 _MOST_HANDSHAKE = 1 << 20  # bytes of a handshake message, from a sender that is not known yet
 
@@ -36,7 +42,6 @@ class HandshakeLink:
         self.link = link
         self._writer: FrameWriter[Handshake] = FrameWriter(0)
         self._reader: FrameReader[Handshake] = FrameReader(0, Handshake, max_frame=_MOST_HANDSHAKE)
-        self._left = b""
 
     def send(self, message: Handshake) -> None:
         self._writer.add(message)
@@ -49,13 +54,13 @@ class HandshakeLink:
         """
         try:
             async with asyncio.timeout(seconds):
+                data = b""  # another message may have come along with the last one
                 while True:
-                    data, self._left = self._left, b""
-                    data = data or await self.link.receive()
-                    if not data:
-                        raise RankLostError("the connection ended during the handshake")
                     for message in self._reader.feed(data):
                         return message
+                    data = await self.link.receive()
+                    if not data:
+                        raise RankLostError("the connection ended during the handshake")
         except TimeoutError as error:
             raise RankLostError(f"no answer for {seconds} s during the handshake") from error
 
@@ -74,19 +79,30 @@ class RankGroup:
         limits: deadlines of the group.
     """
 
-    def __init__(self, token: str, limits: RankLimits | None = None, *, ranks: int | None = None) -> None:
+    def __init__(
+        self,
+        token: str,
+        limits: RankLimits | None = None,
+        *,
+        ranks: int | None = None,
+        share_host: bool = True,
+    ) -> None:
         """
         Args:
             token: the group's secret, which every follower must know.
             limits: deadlines of the group.
             ranks: how many ranks there are, the leader included. Default: the option `ranks` of the cache. To
                 be given if its pools are those of one rank (`ModelSpec.shard`).
+            share_host: keep replicated pools once in the memory of each host, not once a rank.
         """
         if not token:
             raise UsageError("a rank group needs a token that its ranks know and others do not")
         self.limits = RankLimits() if limits is None else limits
         self._token = token
         self._ranks = ranks
+        self._share_host = share_host
+        self._sharing: Mapping[int, list[int]] = {}
+        self._share = HostShare()
         self._members: Members | None = None
         self._opened = asyncio.Event()
         self._changed = asyncio.Event()
@@ -99,7 +115,13 @@ class RankGroup:
     @classmethod
     @asynccontextmanager
     async def listen(
-        cls, address: str, token: str, limits: RankLimits | None = None, *, ranks: int | None = None
+        cls,
+        address: str,
+        token: str,
+        limits: RankLimits | None = None,
+        *,
+        ranks: int | None = None,
+        share_host: bool = True,
     ) -> AsyncIterator[RankGroup]:
         """Accept followers at an address for the duration of an `async with`.
 
@@ -107,12 +129,12 @@ class RankGroup:
             address: `unix:PATH`, or `HOST:PORT`. The bytes are not encrypted: use a network that you trust.
             token: the group's secret.
             limits: deadlines of the group.
-            ranks: how many ranks there are, the leader included; as for the class.
+            ranks, share_host: as for the class.
 
         Raises:
             ConfigError: the address is in use, or cannot be used.
         """
-        group = cls(token, limits, ranks=ranks)
+        group = cls(token, limits, ranks=ranks, share_host=share_host)
         server = await listen(Address.parse(address), group.admit)
         try:
             yield group
@@ -189,9 +211,50 @@ class RankGroup:
         agreed = members.agreed()
         incarnation = secrets.randbits(32)
         self._leader = RankLeader(sorted(self._links), incarnation, now)
-        for hand in self._links.values():
-            hand.send(Welcome(incarnation, agreed, self.limits.heartbeat))
+        self._sharing = members.sharing(sharing_key(spec, config.host_layout) if self._share_host else "")
+        if not self._share_host:
+            self._sharing = {}
+        self._share = share_of(spec, 0, self._sharing.get(0, []))
+        for rank, hand in self._links.items():
+            hand.send(Welcome(incarnation, agreed, self.limits.heartbeat, self._sharing.get(rank, [])))
         return agreed
+
+    @property
+    def shared_pools(self) -> frozenset[str]:
+        """Pools of this rank whose host memory others map; once all have joined."""
+        return self._share.pools
+
+    async def share(self, hosts: Mapping[str, HostPool]) -> None:
+        """Tell other ranks where the host memory is that they share, of each rank that has some.
+
+        Raises:
+            RankError: a rank that others share with could not allocate it, or was too slow.
+        """
+        if self._share.pools:
+            own = MemoryHandles(share({name: hosts[name] for name in self._share.pools}))
+            self._pass_on(0, own)
+        for rank in sorted({ranks[0] for ranks in self._sharing.values() if ranks} - {0}):
+            self._pass_on(rank, await self._receive(rank, MemoryHandles))
+
+    def _pass_on(self, owner: int, memory: MemoryHandles) -> None:
+        for rank in self._sharing[owner]:
+            if rank != owner:
+                self._links[rank].send(memory)
+
+    async def _receive(self, rank: int, expected: type[H]) -> H:
+        """
+        Raises:
+            RankError: the rank sends something else, is too slow, or could not open.
+        """
+        try:
+            message = await self._links[rank].receive(self.limits.joining)
+        except RankError as error:
+            raise RankError(f"rank {rank}: {error}") from error
+        if isinstance(message, Ready) and message.error:
+            raise RankError(f"rank {rank} could not open: {message.error}")
+        if not isinstance(message, expected):
+            raise RankError(f"rank {rank} could not open: it sent a {type(message).__name__}")
+        return message
 
     async def _refuse_all(self, error: RankError) -> None:
         for hand in self._links.values():
@@ -215,10 +278,10 @@ class RankGroup:
         return self._leader
 
     def copies(self, here: Transfers) -> GroupTransfers:
-        return GroupTransfers(self.leader, here, seconds=self.limits.copy_seconds)
+        return GroupTransfers(self.leader, here, self._share, seconds=self.limits.copy_seconds)
 
     def storage(self, sharing: Callable[[int], Iterable[str]]) -> StoragePools:
-        return GroupStorage(sharing, self.leader, seconds=self.limits.storage_seconds)
+        return GroupStorage(sharing, self.leader, self._share, seconds=self.limits.storage_seconds)
 
     async def start(self, on_failure: Callable[[BaseException], object]) -> None:
         """Wait until every follower has its memory, and begin.
@@ -227,14 +290,8 @@ class RankGroup:
             RankError: a follower could not allocate its memory or open its storage, or was too slow.
         """
         leader = self.leader
-        for rank, hand in sorted(self._links.items()):
-            try:
-                ready = await hand.receive(self.limits.joining)
-            except RankError as error:
-                raise RankError(f"rank {rank}: {error}") from error
-            if not isinstance(ready, Ready) or ready.error:
-                why = ready.error if isinstance(ready, Ready) else f"it sent a {type(ready).__name__}"
-                raise RankError(f"rank {rank} could not open: {why}")
+        for rank in sorted(self._links):
+            await self._receive(rank, Ready)
         leader.on_failure = partial(self._failed, on_failure)
         leader.wake = self._wake
         await self._tasks.ready()

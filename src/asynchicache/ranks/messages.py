@@ -14,6 +14,7 @@ import msgspec
 
 from asynchicache.errors import RankProtocolError
 from asynchicache.hashing import DIGEST_BYTES
+from asynchicache.pools.shared import HostHandle
 from asynchicache.types import Direction, MissReason, Outcome
 
 PROTOCOL = 2
@@ -240,6 +241,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         rank: its number, from 1; the leader is rank 0.
         build: what every rank must agree on, by name: versions, page size, layouts, pools.
         slots: by pool that owns slots, the (device, host) slots that this rank has memory for.
+        shares: equal for ranks that can share the host memory of replicated pools; empty: with none.
     """
 
     protocol: int
@@ -247,6 +249,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     rank: int
     build: dict[str, str]
     slots: dict[str, tuple[int, int]]
+    shares: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -256,11 +259,20 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
         incarnation: the group's number, drawn when it forms. Frames of another group are refused.
         slots: the agreed slots, by pool: the least that any rank has.
         heartbeat: seconds between two signs of life.
+        sharing: the ranks that share the host memory of replicated pools with this one, itself included; the
+            first has it, and sends `MemoryHandles`. None if it has its own.
     """
 
     incarnation: int
     slots: dict[str, tuple[int, int]]
     heartbeat: float
+    sharing: list[int] = []
+
+
+class MemoryHandles(msgspec.Struct, frozen=True, tag="memory"):
+    """Host memory of replicated pools, which other ranks of the host map; the leader passes it on."""
+
+    pools: HostHandle
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -275,4 +287,4 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     error: str = ""
 
 
-Handshake: TypeAlias = Hello | Welcome | Refused | Ready
+Handshake: TypeAlias = Hello | Welcome | MemoryHandles | Refused | Ready

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 
@@ -18,14 +18,18 @@ from asynchicache.errors import CacheError, RankError, RankLostError, UsageError
 from asynchicache.parts import attach_storage, free_memory, open_device
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool, grow_pool
+from asynchicache.pools.shared import HostHandle
+from asynchicache.pools.shared import share as handle_of
 from asynchicache.pools.sizing import plan_slots
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.ranks.follower import AppliedStep, RankFollower
 from asynchicache.ranks.handshake import build_of
 from asynchicache.ranks.joining import HandshakeLink
 from asynchicache.ranks.links import Address, Link, connect
-from asynchicache.ranks.messages import PROTOCOL, Hello, Ready, Refused, Welcome
+from asynchicache.ranks.messages import PROTOCOL, Hello, MemoryHandles, Ready, Refused, Welcome
 from asynchicache.ranks.options import RankLimits
+from asynchicache.ranks.shared_storage import SharedStorage
+from asynchicache.ranks.sharing import share_of, sharing_key
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.streams.base import Device, Stream
@@ -104,12 +108,8 @@ class RankWorker:
                 kept.callback(device.close)
             number = config.rank if rank is None else rank
             welcome = await _greet(hand, spec, config, number, token, device, limits)
-            try:
-                worker = await _open(stack, kept, spec, config, welcome, port, device, storage, owned=owned)
-            except CacheError as error:
-                hand.send(Ready(f"{type(error).__name__}: {error}"))
-                raise
-            hand.send(Ready())
+            opening = partial(_open, stack, kept, spec, config, hand, port, device, storage, limits)
+            worker = await _ready(hand, opening(number, welcome, owned=owned))
             tasks = OwnedTasks()
             stack.push_async_callback(tasks.aclose)
             await tasks.ready()
@@ -216,7 +216,8 @@ async def _greet(
     """
     slots = plan_slots(spec, config, free_memory(device))
     owners = {pool.name: slots[pool.name] for pool in spec.owners}
-    hand.send(Hello(PROTOCOL, token, rank, build_of(spec, config), owners))
+    shares = sharing_key(spec, config.host_layout)
+    hand.send(Hello(PROTOCOL, token, rank, build_of(spec, config), owners, shares))
     answer = await hand.receive(2 * limits.joining)
     if isinstance(answer, Refused):
         raise RankError(f"the leader refuses rank {rank}: {answer.error}")
@@ -225,21 +226,49 @@ async def _greet(
     return answer
 
 
+async def _ready(hand: HandshakeLink, opening: Coroutine[object, object, RankWorker]) -> RankWorker:
+    """Open, and tell the leader how it went."""
+    try:
+        worker = await opening
+    except CacheError as error:
+        hand.send(Ready(f"{type(error).__name__}: {error}"))
+        raise
+    hand.send(Ready())
+    return worker
+
+
 async def _open(
     stack: AsyncExitStack,
     kept: ExitStack,
     spec: ModelSpec,
     config: CacheConfig,
-    welcome: Welcome,
+    hand: HandshakeLink,
     port: Port,
     device: Device,
     storage: StorageBackend | None,
+    limits: RankLimits,
+    rank: int,
+    welcome: Welcome,
     *,
     owned: bool,
 ) -> RankWorker:
     """Allocate the agreed memory and open storage, from the bottom up."""
-    allocate = partial(allocate_memories, spec, welcome.slots, device.name, config.host_layout, kept)
+    share = share_of(spec, rank, welcome.sharing)
+    attached = await _shared_memory(hand, limits) if share.place else None
+    allocate = partial(
+        allocate_memories,
+        spec,
+        welcome.slots,
+        device.name,
+        config.host_layout,
+        kept,
+        mapped=share.pools,
+        attached=attached,
+    )
     memories, _ = await shielded(port.run_blocking(allocate))
+    if share.pools and attached is None:
+        own = {name: memories[name].host for name in share.pools}
+        hand.send(MemoryHandles(handle_of(own)))
     if owned:
         kept.callback(device.close)
     reactor = CompletionReactor(port)
@@ -251,13 +280,25 @@ async def _open(
         if memory.host.growing:
             await grow_pool(port, memory.host, lambda _: None)
     hosts = {name: memory.host for name, memory in memories.items()}
-    stored = StoragePools(lambda _: ())
+    stored = SharedStorage(lambda _: (), share)
     stack.push_async_callback(stored.aclose)
-    follower = RankFollower(welcome.incarnation, device, copies, memories, stored, port.now)
+    follower = RankFollower(welcome.incarnation, device, copies, memories, stored, port.now, share)
     if storage is not None or config.storage is not None:
         stored.attach(await attach_storage(spec, config, hosts, storage, port))
         follower.update_weights = partial(_open_again, stored, spec, config, hosts, storage, port)
     return RankWorker(spec, memories, follower)
+
+
+async def _shared_memory(hand: HandshakeLink, limits: RankLimits) -> HostHandle:
+    """Where the rank that this one shares host memory with has it.
+
+    Raises:
+        RankError: the leader does not say.
+    """
+    message = await hand.receive(2 * limits.joining)
+    if not isinstance(message, MemoryHandles):
+        raise RankError(f"the leader sent a {type(message).__name__}, not MemoryHandles")
+    return message.pools
 
 
 async def _open_again(

@@ -15,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ MAX_STEPS = 400_000
 """Callbacks of the loop after which a seed counts as endless."""
 
 _TOKEN = "secret"  # noqa: S105 - of groups that live in one loop
-_FAMILIES = (("kv",), ("kv", "mamba"), ("kv", "swa"), ("kv", "mamba", "swa"))
+_FAMILIES = (("kv",), ("kv", "mamba"), ("kv", "swa"), ("kv", "mamba", "swa"), ("kv", "dsa"))
 _WEIGHTS = ("test", "other")
 _HOPELESS = (CapacityError, BusyError)
 
@@ -246,7 +246,7 @@ class RankMirror:
 def _identity(weights: str, spec: ModelSpec, rank: int, pool: str) -> str:
     """What distinguishes a rank's bytes: ranks with the same part of a pool have the same."""
     part = spec.pool(pool)
-    return f"weights {weights}, shard {part.shard or (rank if part.writes else 0)}/"
+    return f"weights {weights}, shard {part.shard or (rank if part.writes and not part.replicated else 0)}/"
 
 
 def _slots(
@@ -273,6 +273,9 @@ class RankScript:
         seed: replays the run.
         ranks: ranks of each group, the leader included.
         pools: pools of the model.
+        replicated: those whose bytes are the same on every rank. The ranks have one storage if there are
+            any, else each its own.
+        share_host: whether these lie once in host memory for all ranks.
         slots: by pool, (device, host) slots of each rank, drawn per rank; the least of all is agreed.
         wire: mean seconds of a message's way.
         lives: how many groups follow each other over the same storage.
@@ -289,6 +292,8 @@ class RankScript:
     seed: int
     ranks: int
     pools: tuple[str, ...]
+    replicated: tuple[str, ...]
+    share_host: bool
     slots: tuple[Mapping[str, tuple[int, int]], ...]
     wire: float
     lives: int
@@ -309,11 +314,14 @@ def draw_rank_script(seed: int) -> RankScript:
     pools = chance.choice(_FAMILIES)
     lost = chance.randrange(1, count) if chance.random() < 0.2 else 0
     faulty = chance.random() < 0.5
+    replicated = tuple(name for name in pools if name != "mamba") if chance.random() < 0.4 else ()
     return RankScript(
         seed,
         count,
         pools,
-        tuple({name: _sizes(chance, name) for name in pools} for _ in range(count)),
+        replicated[-1:] if chance.random() < 0.3 else replicated,
+        chance.random() < 0.8,
+        tuple({name: _sizes(chance, name) for name in pools if name != "dsa"} for _ in range(count)),
         wire=chance.choice((1e-5, 1e-4, 1e-3)),
         lives=chance.choice((1, 2, 3, 4)),
         clients=chance.randrange(1, 6),
@@ -380,6 +388,8 @@ def run_rank_script(script: RankScript) -> RankReport:
 
 async def _lives(script: RankScript, report: RankReport, world: SeededWorld) -> None:
     stores = [MemoryStore() for _ in range(script.ranks)]
+    if script.replicated:
+        stores = stores[:1] * script.ranks
     prompts: list[list[int]] = []
     promised: dict[tuple[str, tuple[int, ...]], int] = {}
     weights = _WEIGHTS[0]
@@ -395,6 +405,12 @@ def _forget(store: MemoryStore, chance: random.Random) -> None:
     for key in list(store):
         if chance.random() < 0.5:
             store.drop(key)
+
+
+def _spec(script: RankScript) -> ModelSpec:
+    spec = synthetic_spec(PAGE, script.pools)
+    pools = [replace(pool, replicated=pool.name in script.replicated) for pool in spec.pools]
+    return replace(spec, pools=tuple(pools))
 
 
 class _RankLife:
@@ -417,7 +433,7 @@ class _RankLife:
         self._prompts = prompts
         self._promised = promised
         self._weights = weights
-        self._spec = synthetic_spec(PAGE, script.pools)
+        self._spec = _spec(script)
         self._links: dict[int, DelayedLink] = {}
         self._faults: list[Faulty] = []
         self._devices: list[EmulatedDevice] = []
@@ -464,7 +480,7 @@ class _RankLife:
             )
             for store, rates in zip(self._stores, script.rates, strict=True)
         ]
-        group = RankGroup(_TOKEN, LIMITS)
+        group = RankGroup(_TOKEN, LIMITS, share_host=script.share_host)
         stack.push_async_callback(group.aclose)
         joined: dict[int, RankWorker] = {}
         async with asyncio.TaskGroup() as forming:

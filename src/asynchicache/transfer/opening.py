@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.pools.device import DevicePages, DevicePool
 from asynchicache.pools.extents import ExtentPlan
 from asynchicache.pools.host import HostPool, SharedHostMemory, grow_pool
-from asynchicache.pools.shared import SharedSlab
+from asynchicache.pools.shared import HostHandle, SharedSlab, attach_pool
 from asynchicache.pools.slabs import Pinner, Slab
 from asynchicache.ports import Port
 from asynchicache.specs import ModelSpec
@@ -66,7 +66,8 @@ def allocate_hosts(
     kept: ExitStack,
     *,
     pinner: Pinner | None = None,
-    mapped: bool = False,
+    mapped: Collection[str] = (),
+    attached: HostHandle | None = None,
     plan: ExtentPlan | None = None,
 ) -> HostMemory:
     """Every pool's host slots; pinned for a GPU, a first step of it. Blocking.
@@ -77,26 +78,32 @@ def allocate_hosts(
         layout: of host memory.
         kept: closes the memory, including what was pinned before an error.
         pinner: pins it. Default: it is not pinned.
-        mapped: other processes can map it.
+        mapped: pools whose memory other processes can map.
+        attached: memory of pools that another process has, to be mapped.
         plan: of the memory that the pools named there share.
 
     Raises:
         CapacityError: the system has no room.
+        ConfigError: memory of another process cannot be mapped.
     """
-    make = SharedSlab if mapped else Slab
     shared = None
     if plan is not None:
+        make = SharedSlab if mapped else Slab
         shared = SharedHostMemory(make(plan.nbytes), plan.extent_bytes, pinner=pinner)
         kept.callback(shared.close)
     pools = {}
     for pool in spec.pools:
         count = slots[pool.slots_of or pool.name]
         memory: Slab | SharedHostMemory
-        if shared is not None and plan is not None and pool.name in plan.slot_bytes:
-            memory = shared
+        if attached is not None and pool.name in attached.pools:
+            host = attach_pool(spec, pool.name, attached, pinner)
         else:
-            memory = make(SlotLayout.of(pool, spec.page_size, layout).nbytes(max(count, 1)))
-        host = HostPool(pool, spec.page_size, count, pin=pinner or False, layout=layout, memory=memory)
+            if shared is not None and plan is not None and pool.name in plan.slot_bytes:
+                memory = shared
+            else:
+                make = SharedSlab if pool.name in mapped else Slab
+                memory = make(SlotLayout.of(pool, spec.page_size, layout).nbytes(max(count, 1)))
+            host = HostPool(pool, spec.page_size, count, pin=pinner or False, layout=layout, memory=memory)
         kept.callback(host.close)
         pools[pool.name] = host
     return HostMemory(pools, shared, plan)
@@ -110,6 +117,9 @@ def allocate_memories(
     kept: ExitStack,
     pages: Mapping[str, DevicePages] | None = None,
     plan: ExtentPlan | None = None,
+    *,
+    mapped: Collection[str] = (),
+    attached: HostHandle | None = None,
 ) -> tuple[dict[str, PoolMemory], HostMemory]:
     """Every pool's slots in both tiers; host memory pinned for a GPU, a first step of it. Blocking.
 
@@ -121,12 +131,16 @@ def allocate_memories(
         kept: closes the host memory, including what was pinned before an error.
         pages: device memory that an engine owns, by pool. Default: it is allocated.
         plan: of the host memory that the pools named there share.
+        mapped, attached: as for `allocate_hosts`.
 
     Raises:
         CapacityError: the device or the system has no room.
+        ConfigError: memory of another process cannot be mapped.
     """
     on_host = {name: host for name, (_, host) in slots.items()}
-    hosts = allocate_hosts(spec, on_host, layout, kept, pinner=Pinner.of(device), plan=plan)
+    hosts = allocate_hosts(
+        spec, on_host, layout, kept, pinner=Pinner.of(device), mapped=mapped, attached=attached, plan=plan
+    )
     own = pages or {
         pool.name: DevicePool(pool, spec.page_size, slots[pool.slots_of or pool.name][0], device)
         for pool in spec.pools
