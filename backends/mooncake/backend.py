@@ -14,7 +14,7 @@ from asynchicache.backends.mooncake.engine import MooncakeEngine
 from asynchicache.backends.mooncake.joining import join
 from asynchicache.backends.mooncake.large_calls import LARGE_BYTES
 from asynchicache.backends.mooncake.options import MooncakeOptions
-from asynchicache.backends.mooncake.slots import RegisteredSlots
+from asynchicache.backends.mooncake.slots import RegisteredMemory, RegisteredSlots
 from asynchicache.backends.mooncake.store import MooncakeClient, MooncakeStore
 from asynchicache.errors import ClosedError
 from asynchicache.ports import Port
@@ -43,6 +43,7 @@ class MooncakeBackend:
         self._joining: asyncio.Task[MooncakeClient] | None = None
         self._engines: EngineRegistry[MooncakeEngine] = EngineRegistry()
         self._closed = False
+        self._memory: RegisteredMemory | None = None
 
     async def open_pool(self, binding: PoolBinding) -> MooncakeEngine:
         """Join the cluster if necessary and register the pool's memory.
@@ -81,7 +82,9 @@ class MooncakeBackend:
 
     async def _open(self, binding: PoolBinding) -> MooncakeEngine:
         client = await self._join()
-        slots = await self._run(partial(RegisteredSlots, client.store, binding))
+        if self._memory is None:
+            self._memory = RegisteredMemory(client.store)
+        slots = await self._run(partial(RegisteredSlots, self._memory, binding))
         options = self._options
         return MooncakeEngine(
             binding, client, slots, self._threads, concurrency=options.threads, namespace=options.namespace

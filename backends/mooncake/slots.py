@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections import Counter
 from collections.abc import Sequence
 
 from asynchicache.backends.mooncake.store import MooncakeStore
@@ -14,6 +16,32 @@ _PIECE_BYTES = 256 << 10
 parallel over TCP. Over loopback, this halves the time for pages of 2 and 4 MiB."""
 
 
+class RegisteredMemory:
+    """The memory that is registered with a store. Pools may share one memory: Mooncake takes it once.
+
+    Its methods block; call them from any thread.
+    """
+
+    def __init__(self, store: MooncakeStore) -> None:
+        self._store = store
+        self._users: Counter[int] = Counter()  # by address
+        self._lock = threading.Lock()
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Register a memory unless it is; returns Mooncake's code."""
+        with self._lock:
+            code = 0 if self._users[address] else self._store.register_buffer(address, nbytes)
+            self._users[address] += code == 0
+            return code
+
+    def unregister(self, address: int) -> None:
+        """Unregister a memory once nobody uses it."""
+        with self._lock:
+            self._users[address] -= 1
+            if not self._users[address]:
+                self._store.unregister_buffer(address)
+
+
 class RegisteredSlots:
     """Headers and pages of a pool, registered with a store until `close`.
 
@@ -21,17 +49,17 @@ class RegisteredSlots:
     accepts it and would hide the mistake.
 
     Args:
-        store: the store that registers the memory.
+        memory: registers the memory.
         binding: the slots.
 
     Raises:
         StorageError: Mooncake refuses to register the memory.
     """
 
-    def __init__(self, store: MooncakeStore, binding: PoolBinding) -> None:
+    def __init__(self, memory: RegisteredMemory, binding: PoolBinding) -> None:
         headers, pages = binding.regions()
         self._regions = (headers, pages)  # keeps the memory alive while Mooncake may write to it
-        self._store = store
+        self._memory = memory
         self._pool = binding.pool
         self._slots = pages.nbytes // binding.slot_bytes
         self._strides = (binding.header_bytes, binding.slot_bytes)
@@ -59,7 +87,7 @@ class RegisteredSlots:
     def close(self) -> None:
         """Unregister the memory. Idempotent. No call may be running."""
         while self._bases:
-            self._store.unregister_buffer(self._bases.pop())
+            self._memory.unregister(self._bases.pop())
 
     def _addresses(self, slot: int) -> list[int]:
         if not 0 <= slot < self._slots:
@@ -71,7 +99,7 @@ class RegisteredSlots:
 
     def _register(self, region: memoryview) -> None:
         address = address_of(region)
-        code = self._store.register_buffer(address, region.nbytes)
+        code = self._memory.register(address, region.nbytes)
         if code != 0:
             self.close()
             raise StorageError(

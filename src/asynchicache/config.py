@@ -132,6 +132,7 @@ class CacheConfig(SizeOptions, frozen=True, kw_only=True):
             host_bytes: int | str | None = ...,
             host_ratio: float = ...,
             tokens_per_state: int = ...,
+            share_host: bool = ...,
             device: str = ...,
             inline: bool = ...,
             host_layout: HostLayout | Literal["page_first_direct", "page_first", "layer_first"] = ...,

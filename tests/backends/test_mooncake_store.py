@@ -10,7 +10,7 @@ import pytest
 from asynchicache.backends.mooncake.codes import MooncakeCode
 from asynchicache.backends.mooncake.joining import join
 from asynchicache.backends.mooncake.options import MooncakeOptions
-from asynchicache.backends.mooncake.slots import RegisteredSlots, address_of
+from asynchicache.backends.mooncake.slots import RegisteredMemory, RegisteredSlots, address_of
 from asynchicache.backends.mooncake.store import MooncakeClient, MooncakeStore
 from asynchicache.testing.backends import SlotSlab, slab_of
 from storage.mooncake_cluster import Cluster, binding_of, cluster, own_network
@@ -130,8 +130,20 @@ def test_tcp_moves_unregistered_memory_too(mooncake_store: MooncakeStore) -> Non
     assert client.put([next(names)], [[address_of(view)]], [[SIZE]]) == [MooncakeCode.OK]
 
 
+def test_pools_in_one_memory_register_it_together(mooncake_store: MooncakeStore) -> None:
+    memory, binding = RegisteredMemory(mooncake_store), binding_of()
+    first, second = RegisteredSlots(memory, binding), RegisteredSlots(memory, binding)
+    (address, *_), *_ = first.buffers([0])[0]
+
+    first.close()
+    assert mooncake_store.register_buffer(address, 1) == MooncakeCode.INVALID_PARAMS, "the second needs it"
+    second.close()
+    assert mooncake_store.register_buffer(address, 1) == MooncakeCode.OK
+    assert mooncake_store.unregister_buffer(address) == MooncakeCode.OK
+
+
 def test_memory_is_registered_once(mooncake_store: MooncakeStore) -> None:
-    slots = RegisteredSlots(mooncake_store, binding_of())
+    slots = RegisteredSlots(RegisteredMemory(mooncake_store), binding_of())
     address = slots.buffers([0])[0][0][0]
 
     assert mooncake_store.register_buffer(address, 1) == MooncakeCode.INVALID_PARAMS

@@ -47,7 +47,7 @@ def options(**more: object):
     slots = {"kv": 32, "swa": 12, "mamba": 8}
     spec = more.pop("spec", SPECS[0])
     device = {pool.name: slots[pool.name] for pool in spec.owners}
-    return config(**({"device_slots": device} | more))
+    return config(**({"device_slots": device, "share_host": False} | more))  # each tier has room for its part
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.model)

@@ -134,11 +134,12 @@ def test_a_command_runs_with_its_own_options(command: Command) -> None:
 
 def _names_under_type_checking(module: str) -> dict[str, object]:
     from asynchicache.bench import options as flags
+    from asynchicache.bench.ranks.options import RanksOptions
     from asynchicache.bench.replay.options import ReplayOptions
     from asynchicache.bench.soak.options import SoakOptions
     from asynchicache.bench.storage.options import StorageBenchOptions
 
-    kinds = (ReplayOptions, SoakOptions, StorageBenchOptions)
+    kinds = (RanksOptions, ReplayOptions, SoakOptions, StorageBenchOptions)
     return {"flags": flags} | {kind.__name__: kind for kind in kinds} if module.endswith("benches") else {}
 
 

@@ -22,6 +22,7 @@ RARE = {
     "beginnings_are_told_of_first",
     "checksum_not_checked",
     "copies_are_told_apart_by_value",
+    "durable_believes_its_marks",
     "fingerprint_without_weight_version",
     "freed_twice",
     "index_not_asked_for",
