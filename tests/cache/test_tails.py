@@ -216,6 +216,19 @@ async def test_a_prompt_that_fills_the_device_copies_no_page():
 
 
 @pytest.mark.asyncio
+async def test_a_prompt_that_fills_the_device_is_promised_no_end_that_only_a_tail_has():
+    spec = synthetic_spec(PAGE, ["kv", "mamba"])
+    async with HybridCache.open(spec, options(spec)) as cache:
+        engine = TokenEngine(cache)
+        await engine.serve([1, 2, 3], [4, 5, 6, 7])  # its only state is inside the second page
+        for others, hit in ((89, 0), (80, 7)):  # with 80 there is room for the copy of its page
+            async with cache.request([1, 2, 3, 4, 5, 6, 7, *range(90, 90 + others)]) as request:
+                assert request.hit.tokens == hit
+                await request.load()
+                assert request.hit.tokens == hit
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("policy", list(WritePolicy))
 @pytest.mark.parametrize("seed", range(4))
 async def test_random_conversations(spec, policy, seed):

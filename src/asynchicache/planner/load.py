@@ -5,6 +5,7 @@ A prefix that ends inside a page is loaded like a state: the page is copied, and
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 
@@ -79,14 +80,16 @@ class LoadPlanner:
         self._let_go(request)
         return plan
 
-    def keep_tail(self, request: RequestState) -> None:
-        """Find where the prefix goes on inside a page, and keep that page with the lease.
+    def takes_tails(self, tokens: array[int]) -> bool:
+        """Whether a prefix of a sequence may end inside a page. Not if the sequence needs all of the device:
+        while the page is copied, there are two of it."""
+        return -(-len(tokens) // self._state.page_size) < self._state.free[FULL_DEVICE].capacity
 
-        A request that needs all of the device gets none: while its page is copied, there are two of it.
-        """
+    def keep_tail(self, request: RequestState) -> None:
+        """Find where the prefix goes on inside a page, and keep that page with the lease."""
         self.drop_tail(request)
         lease = request.lease
-        if -(-len(request.tokens) // self._state.page_size) >= self._state.free[FULL_DEVICE].capacity:
+        if not self.takes_tails(request.tokens):
             return
         tail = tails.find(self._tree, lease.node, request.tokens, len(request.tokens) - 1)
         if tail is None:

@@ -169,6 +169,8 @@ class Planner:
 
     def _match(self, tokens: array[int], seed: bytes) -> Match:
         match = self._tree.match(tokens, seed, limit=(len(tokens) - 1) // self._tree.page_size)
+        if not self.loads.takes_tails(tokens):
+            return match  # what it would reach can be restored with its tail only
         return tails.reach(self._tree, match, tokens, len(tokens) - 1)
 
     def rematch(self, request: RequestState, *, fetched: bool = True) -> None:

@@ -158,6 +158,8 @@ class _LifeRun:
                 self._ledger.violations += inside.violations
                 if self._life.crash:
                     self._draws.count("cache.crash")
+                    if engine.hits.recency is not None:
+                        engine.hits.recency.restarted()  # what was not told by now never will be
                     self._storage.cut_off()
                 if engine.closing:
                     inside.stop_poisoning()
