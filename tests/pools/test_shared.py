@@ -14,7 +14,7 @@ import pytest
 
 from asynchicache.errors import CapacityError, ConfigError
 from asynchicache.layouts import HostLayout
-from asynchicache.pools.host import HostPool, SharedHostMemory
+from asynchicache.pools.host import HostPool, SteppedMemory
 from asynchicache.pools.shared import HostHandle, SharedSlab, SlabHandle, attach, attach_pools, share
 from asynchicache.testing.specs import synthetic_spec
 
@@ -116,7 +116,7 @@ def test_attached_pools_have_the_same_slots(layout: HostLayout) -> None:
 
 
 def test_pools_that_share_a_memory_share_it_where_it_is_attached() -> None:
-    memory = SharedHostMemory(SharedSlab(8 * 4096), 4096)
+    memory = SteppedMemory(SharedSlab(8 * 4096), 4096)
     ours = {pool.name: HostPool(pool, 4, 8, pin=False, memory=memory) for pool in SPEC.pools}
     handle = msgspec.json.decode(msgspec.json.encode(share(ours, 4096)), type=HostHandle)
     with ExitStack() as kept:
@@ -144,7 +144,7 @@ def test_pools_of_another_model_are_refused(tmp_path: Path) -> None:
         share({"kv": HostPool(SPEC.pool("kv"), 4, 3, pin=False)})
     with pytest.raises(ConfigError, match="3 slots take 12288"):
         HostPool(SPEC.pool("kv"), 4, 3, pin=False, memory=SharedSlab(4096))
-    memory = SharedHostMemory(SharedSlab(4096), 4096)
+    memory = SteppedMemory(SharedSlab(4096), 4096)
     with pytest.raises(ConfigError, match="3 slots in layout 'page_first' do not fit into shared memory"):
         HostPool(SPEC.pool("kv"), 4, 3, pin=False, layout=HostLayout.PAGE_FIRST, memory=memory)
     for pool in ours.values():

@@ -14,7 +14,7 @@ from asynchicache.errors import CacheError, ConfigError
 from asynchicache.openings import Opening, caller
 from asynchicache.parts import open_device
 from asynchicache.pools.engine import EngineMemory
-from asynchicache.pools.host import HostPool, SharedHostMemory
+from asynchicache.pools.host import HostPool, SteppedMemory
 from asynchicache.pools.shared import HostHandle, attach_pools
 from asynchicache.pools.slabs import Pinner
 from asynchicache.ports import AsyncioPort, Port
@@ -168,7 +168,7 @@ def _attach(spec: ModelSpec, host: HostHandle, device: str, kept: ExitStack) -> 
         ConfigError, CapacityError: see `attach_pools`; or the GPU cannot pin all of it.
     """
     hosts, shared = attach_pools(spec, host, Pinner.of(device), kept)
-    memories: list[HostPool | SharedHostMemory] = [*hosts.values()]
+    memories: list[HostPool | SteppedMemory] = [*hosts.values()]
     for memory in memories if shared is None else [*memories, shared]:
         while memory.growing:
             memory.grow()

@@ -18,24 +18,36 @@ from asynchicache.ports import Port
 from asynchicache.specs import PoolSpec
 
 
-class SharedHostMemory:
-    """Host memory that several pools have their slots in, pinned in steps of whole extents.
+class SteppedMemory:
+    """Memory that is pinned in steps: tens of GiB take seconds, and the first part serves meanwhile.
 
     Attributes:
         slab: the memory.
         ready: bytes that may be used, the first ones.
-        step_bytes: bytes per registration, see `HostPool`.
+        step_bytes: bytes per registration: one begins at each multiple of it. All of the memory if it is not
+            pinned. CUDA cannot copy a run that spans two registrations.
     """
 
-    def __init__(self, slab: Slab, extent_bytes: int, *, pinner: Pinner | None = None) -> None:
+    def __init__(
+        self,
+        slab: Slab,
+        unit_bytes: int,
+        *,
+        pinner: Pinner | None = None,
+        title: str = "host memory that pools share",
+        short: Callable[[int], str] | None = None,
+    ) -> None:
         """
         Args:
             slab: the memory, which this closes.
-            extent_bytes: what is never divided between two registrations.
+            unit_bytes: what is never divided between two registrations.
             pinner: pins it. Default: it is not pinned.
+            title: what the memory is, for warnings.
+            short: says how much a number of ready bytes is, for warnings.
         """
         self.slab = slab
         self.ready = self.step_bytes = slab.nbytes
+        self._short = short or (lambda ready: f"{title}: {ready} of {slab.nbytes} bytes are usable")
         self._lock = threading.Lock()
         self._pinner = pinner
         self._steps: Iterator[tuple[int, int]] = iter(())
@@ -43,12 +55,12 @@ class SharedHostMemory:
             return
         try:
             # Two registrations must not share a page of the system, which may be larger than ours.
-            self._steps = pinner.steps(slab.nbytes, lcm(extent_bytes, mmap.PAGESIZE))
+            self._steps = pinner.steps(slab.nbytes, lcm(unit_bytes, mmap.PAGESIZE))
             self.ready = self.step_bytes = self._pin_next(pinner)
         except RuntimeError as error:  # a DeviceError, one of torch, or no thread available
             slab.unpin()
             self._pinner = None
-            warn_unpinned("host memory that pools share", error)
+            warn_unpinned(title, error)
         except BaseException:  # else nothing could unpin what was pinned so far
             self.close()
             raise
@@ -64,7 +76,13 @@ class SharedHostMemory:
         return nbytes
 
     def grow(self) -> int:
-        """Pin the next step, as `HostPool.grow`; returns the bytes that are ready now."""
+        """Pin the next step. Blocks, so do not call it on the loop.
+
+        If the system refuses, the memory keeps its size, with a warning.
+
+        Returns:
+            The bytes that are ready now.
+        """
         with self._lock:  # `close` waits for a running step
             if not self.growing or self._pinner is None:
                 return self.ready
@@ -72,8 +90,7 @@ class SharedHostMemory:
                 self.ready += self._pin_next(self._pinner)
             except (RuntimeError, CapacityError) as error:
                 self._pinner = None
-                text = f"pools share {self.ready} of {self.slab.nbytes} bytes of host memory: {error}"
-                warnings.warn(text, PinningWarning, stacklevel=2)
+                warnings.warn(f"{self._short(self.ready)}: {error}", PinningWarning, stacklevel=2)
             return self.ready
 
     def close(self) -> None:
@@ -89,8 +106,7 @@ class HostPool:
     Headers are separate so that pages of neighbouring slots are contiguous, and so that storage can write a
     header and a page as two runs of one vectored call.
 
-    Pinning takes seconds for tens of GiB. The first step is pinned at once, and `grow` pins the next. Only
-    the first `ready` slots may be used meanwhile.
+    Its memory is pinned in steps, see `SteppedMemory`. Only the first `ready` slots may be used meanwhile.
 
     Attributes:
         spec: the pool.
@@ -98,8 +114,7 @@ class HostPool:
         slots: the number of slots.
         layout: the position of each tensor in a slot.
         ready: the number of usable slots, the first ones.
-        step_bytes: bytes per registration: one begins at each multiple of it. All of the memory if slots are
-            in pieces or not pinned. CUDA cannot copy a run that spans two registrations.
+        step_bytes: bytes per registration of the memory; all of it if slots are in pieces.
     """
 
     def __init__(
@@ -110,7 +125,7 @@ class HostPool:
         *,
         pin: bool | Pinner,
         layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT,
-        memory: Slab | SharedHostMemory | None = None,
+        memory: Slab | SteppedMemory | None = None,
     ) -> None:
         """
         Args:
@@ -130,33 +145,60 @@ class HostPool:
         self.page_size = page_size
         self.slots = slots
         self.layout = SlotLayout.of(spec, page_size, layout)
-        self._shared = memory if isinstance(memory, SharedHostMemory) else None
-        self._pages = self._slab(memory, self.layout.nbytes(max(slots, 1)))
-        self._headers = Slab(max(slots, 1) * HEADER_BYTES)
-        self._lock = threading.Lock()
-        self._pinner = (Pinner.of() if pin else None) if isinstance(pin, bool) else pin
-        if self._shared is not None:
-            self._pinner = None
-        self._steps: Iterator[tuple[int, int]] = iter(())
-        self.ready = slots
-        self._step_bytes = self._pages.nbytes
-        self._whole_slots = slots if self.layout.kind.whole_slots else 0
+        self._shares = isinstance(memory, SteppedMemory)
         self._slot_bytes = self.layout.slot_bytes
-        if self._pinner is not None and slots:
-            try:
-                self._begin(self._pinner)
-            except BaseException:  # else nothing could unpin what was pinned so far
-                self.close()
-                raise
+        self._whole_slots = slots if self.layout.kind.whole_slots else 0
+        self._headers = Slab(max(slots, 1) * HEADER_BYTES)
+        try:
+            if isinstance(memory, SteppedMemory):
+                self._memory = self._checked(memory)
+            else:
+                self._memory = self._own(memory, pin)
+        except BaseException:
+            self._headers.close()
+            raise
+        self._pages = self._memory.slab
+        self.ready = self._ready_slots()
 
-    def _slab(self, memory: Slab | SharedHostMemory | None, nbytes: int) -> Slab:
-        if isinstance(memory, SharedHostMemory):
-            if memory.slab.nbytes < nbytes or not self.layout.kind.whole_slots:
-                raise ConfigError(
-                    f"pool {self.spec.name!r}: {self.slots} slots in layout {self.layout.kind.value!r} do "
-                    f"not fit into shared memory of {memory.slab.nbytes} bytes"
-                )
-            return memory.slab
+    def _checked(self, memory: SteppedMemory) -> SteppedMemory:
+        nbytes = self.layout.nbytes(max(self.slots, 1))
+        if memory.slab.nbytes < nbytes or not self.layout.kind.whole_slots:
+            raise ConfigError(
+                f"pool {self.spec.name!r}: {self.slots} slots in layout {self.layout.kind.value!r} do "
+                f"not fit into shared memory of {memory.slab.nbytes} bytes"
+            )
+        return memory
+
+    def _own(self, memory: Slab | None, pin: bool | Pinner) -> SteppedMemory:
+        """The memory of this pool alone, with its first step pinned; or all, if slots are in pieces."""
+        slab, title = self._slab(memory), f"host memory of pool {self.spec.name!r}"
+        pinner = (Pinner.of() if pin else None) if isinstance(pin, bool) else pin
+        if not self.slots:
+            pinner = None
+        if pinner is None or self.layout.kind.whole_slots:
+            return SteppedMemory(slab, self._slot_bytes, pinner=pinner, title=title, short=self._short)
+        own = SteppedMemory(slab, self._slot_bytes)
+        try:
+            for offset, nbytes in self.layout.layer_arrays(self.slots):
+                slab.pin(pinner, offset, nbytes)
+        except RuntimeError as error:  # as in `SteppedMemory`
+            slab.unpin()
+            warn_unpinned(title, error)
+        except BaseException:
+            own.close()
+            raise
+        return own
+
+    def _ready_slots(self) -> int:
+        if self._shares or not self._whole_slots:
+            return self.slots
+        return min(self._memory.ready // self._slot_bytes, self.slots)
+
+    def _short(self, ready: int) -> str:
+        return f"pool {self.spec.name!r} has {ready // self._slot_bytes} of {self.slots} host slots"
+
+    def _slab(self, memory: Slab | None) -> Slab:
+        nbytes = self.layout.nbytes(max(self.slots, 1))
         if memory is not None and memory.nbytes != nbytes:
             raise ConfigError(
                 f"host memory of pool {self.spec.name!r} has {memory.nbytes} bytes; {self.slots} slots take "
@@ -180,56 +222,23 @@ class HostPool:
 
     @property
     def step_bytes(self) -> int:
-        return self._step_bytes if self._shared is None else self._shared.step_bytes
+        return self._memory.step_bytes
 
     @property
     def growing(self) -> bool:
-        """Whether `grow` has steps left."""
-        return self.ready < self.slots and self._pinner is not None
-
-    def _begin(self, pinner: Pinner) -> None:
-        """Pin the first step; or everything, if the layout has slots in pieces."""
-        self.ready = 0
-        try:
-            if self.layout.kind.whole_slots:
-                # Two registrations must not share a page of the system, which may be larger than ours.
-                unit = lcm(self.layout.slot_bytes, mmap.PAGESIZE)
-                self._steps = pinner.steps(self._pages.nbytes, unit)
-                self.ready = self._pin_next(pinner)
-                self._step_bytes = self.ready * self.layout.slot_bytes
-                return
-            for offset, nbytes in self.layout.layer_arrays(self.slots):
-                self._pages.pin(pinner, offset, nbytes)
-        except RuntimeError as error:  # a DeviceError, one of torch, or no thread available
-            self._pages.unpin()
-            self._pinner = None
-            warn_unpinned(f"host memory of pool {self.spec.name!r}", error)
-        self.ready = self.slots
-
-    def _pin_next(self, pinner: Pinner) -> int:
-        """Pin the next step; returns its number of slots."""
-        offset, nbytes = next(self._steps)
-        self._pages.pin(pinner, offset, nbytes)
-        return nbytes // self.layout.slot_bytes
+        """Whether `grow` has steps left. A memory that pools share grows by itself."""
+        return not self._shares and self._memory.growing
 
     def grow(self) -> int:
-        """Pin the next step. Blocks, so do not call it on the loop.
-
-        If the system refuses, the pool keeps its size, with a warning.
+        """Pin the next step, as `SteppedMemory.grow`.
 
         Returns:
             The number of slots that are ready now.
         """
-        with self._lock:  # `close` waits for a running step
-            if not self.growing or self._pinner is None:
-                return self.ready
-            try:
-                self.ready += self._pin_next(self._pinner)
-            except (RuntimeError, CapacityError) as error:
-                self._pinner = None
-                text = f"pool {self.spec.name!r} has {self.ready} of {self.slots} host slots: {error}"
-                warnings.warn(text, PinningWarning, stacklevel=2)
-            return self.ready
+        if not self._shares:
+            self._memory.grow()
+            self.ready = self._ready_slots()
+        return self.ready
 
     def page(self, slot: int) -> memoryview:
         """The `slot_bytes` of a slot, writable; those of the next slot follow directly.
@@ -295,11 +304,9 @@ class HostPool:
 
     def close(self) -> None:
         """Unpin and release the memory; idempotent. No copy may be in flight."""
-        with self._lock:
-            self._pinner = None
-            if self._shared is None:
-                self._pages.close()
-            self._headers.close()
+        if not self._shares:
+            self._memory.close()
+        self._headers.close()
 
     def _no_slots(self, first: int, count: int) -> UsageError:
         return UsageError(
@@ -311,7 +318,7 @@ class HostPool:
         return f"<HostPool {self.spec.name}: {self.slots} slots, {self.nbytes} bytes, pinned={self.pinned}>"
 
 
-async def grow_pool(port: Port, pool: HostPool | SharedHostMemory, opened: Callable[[int], object]) -> None:
+async def grow_pool(port: Port, pool: HostPool | SteppedMemory, opened: Callable[[int], object]) -> None:
     """Pin the rest of a memory off the loop; calls `opened` with what `grow` returns after each step."""
     while pool.growing:
         opened(await port.run_blocking(pool.grow))

@@ -17,7 +17,7 @@ import msgspec
 
 from asynchicache.errors import CapacityError, ConfigError
 from asynchicache.layouts import HostLayout, SlotLayout
-from asynchicache.pools.host import HostPool, SharedHostMemory
+from asynchicache.pools.host import HostPool, SteppedMemory
 from asynchicache.pools.slabs import Pinner, Slab
 from asynchicache.specs import ModelSpec
 
@@ -154,7 +154,7 @@ def share(hosts: Mapping[str, HostPool], extent_bytes: int = 0) -> HostHandle:
 
 def attach_pools(
     spec: ModelSpec, handle: HostHandle, pinner: Pinner | None, kept: ExitStack
-) -> tuple[dict[str, HostPool], SharedHostMemory | None]:
+) -> tuple[dict[str, HostPool], SteppedMemory | None]:
     """Map the host memory of all pools, and pin a first step of each for a GPU.
 
     Args:
@@ -177,12 +177,12 @@ def attach_pools(
     hosts = {}
     for pool in spec.pools:
         theirs = handle.pools[pool.name]
-        memory: Slab | SharedHostMemory
+        memory: Slab | SteppedMemory
         if users[theirs.slab] == 1:
             memory = attach(theirs.slab)
         else:
             if shared is None:
-                shared = SharedHostMemory(attach(theirs.slab), handle.extent_bytes, pinner=pinner)
+                shared = SteppedMemory(attach(theirs.slab), handle.extent_bytes, pinner=pinner)
                 kept.callback(shared.close)
             memory = shared
         layout = HostLayout(handle.layout)

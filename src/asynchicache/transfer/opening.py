@@ -12,7 +12,7 @@ from typing import NamedTuple
 from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.pools.device import DevicePages, DevicePool
 from asynchicache.pools.extents import ExtentPlan
-from asynchicache.pools.host import HostPool, SharedHostMemory, grow_pool
+from asynchicache.pools.host import HostPool, SteppedMemory, grow_pool
 from asynchicache.pools.shared import HostHandle, SharedSlab, attach_pool
 from asynchicache.pools.slabs import Pinner, Slab
 from asynchicache.ports import Port
@@ -55,7 +55,7 @@ class HostMemory(NamedTuple):
     """
 
     pools: Mapping[str, HostPool]
-    shared: SharedHostMemory | None = None
+    shared: SteppedMemory | None = None
     plan: ExtentPlan | None = None
 
 
@@ -89,12 +89,12 @@ def allocate_hosts(
     shared = None
     if plan is not None:
         make = SharedSlab if mapped else Slab
-        shared = SharedHostMemory(make(plan.nbytes), plan.extent_bytes, pinner=pinner)
+        shared = SteppedMemory(make(plan.nbytes), plan.extent_bytes, pinner=pinner)
         kept.callback(shared.close)
     pools = {}
     for pool in spec.pools:
         count = slots[pool.slots_of or pool.name]
-        memory: Slab | SharedHostMemory
+        memory: Slab | SteppedMemory
         if attached is not None and pool.name in attached.pools:
             host = attach_pool(spec, pool.name, attached, pinner)
         else:
@@ -182,7 +182,7 @@ def growing_pools(
 def _growing_extents(
     spec: ModelSpec,
     hosts: HostMemory,
-    shared: SharedHostMemory,
+    shared: SteppedMemory,
     plan: ExtentPlan,
     port: Port,
     opened: Callable[[int], object],
@@ -192,7 +192,7 @@ def _growing_extents(
         for pool in spec.pools
         if pool.slots_of is not None and pool.slots_of in plan.slot_bytes
     }
-    memories: list[HostPool | SharedHostMemory] = [shared, *beside]
+    memories: list[HostPool | SteppedMemory] = [shared, *beside]
 
     def tell(_: int) -> None:
         ready = [host.ready * slot_bytes for host, slot_bytes in beside.items() if host.ready < host.slots]
