@@ -110,6 +110,40 @@ async def test_only_what_nobody_asks_is_asked_around_what_others_do() -> None:
 
 
 @pytest.mark.asyncio
+async def test_who_waits_keeps_what_is_answered_meanwhile_of_its_own_path() -> None:
+    first, second = path("aaab"), path("aaac")
+    store = Store(first[0], first[2], second[4])
+    store.gate.set()
+    questions = PresenceQueries(store)
+    await questions.ask(0, first, range(6))
+    with questions.listen(second) as answered:
+        assert not answered  # answers of before are too old
+        await questions.ask(0, first, range(1, 6))
+        await questions.ask(1, first, range(2))
+        await questions.ask(0, path("b"), range(4))
+        del store.asked[:]
+
+        answer = await questions.ask(0, second, range(6), answered=answered)
+
+    assert answer.flags == b"\1\0\1\0\1\0"
+    assert store.asked == [(0, [second[0], *second[3:6]], False)]
+    await questions.ask(0, second, range(1))
+    assert len(answered) == 4  # what it asked itself, too; nothing once it has stopped listening
+
+
+@pytest.mark.asyncio
+async def test_who_waits_asks_again_for_what_storage_failed_to_answer() -> None:
+    digests = path("a")
+    store = Store(*digests)
+    store.reason = MissReason.STORAGE_FAILED
+    store.gate.set()
+    questions = PresenceQueries(store)
+    with questions.listen(digests) as answered:
+        await questions.ask(0, digests, range(2))
+        assert not answered
+
+
+@pytest.mark.asyncio
 async def test_a_fresh_question_is_answered_by_fresh_ones_alone_and_answers_all() -> None:
     digests = path("a")
     store = Store(digests[1], digests[3])

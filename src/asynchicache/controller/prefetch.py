@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from asynchicache.controller.digests import sliced_digests
 from asynchicache.controller.executor import Executor
-from asynchicache.controller.presence_queries import PresenceQueries
+from asynchicache.controller.presence_queries import PresenceQueries, PresenceQuery
 from asynchicache.controller.storage_pools import StoragePools, linger
 from asynchicache.controller.storage_writer import StorageWriter
 from asynchicache.histograms import Histogram
@@ -156,9 +156,16 @@ class Prefetcher:
         Pages that other reads are bringing are waited for. If those reads fail, the request joins other
         reads again, a few times, and then reads all pages itself.
         """
+        digests = await self._digests(prefetch.request.tokens, prefetch.request.seed)
+        with self._presence.listen(digests) as answered:
+            known = _KnownPresence(self._planner.state.names, answered)
+            return await self._read_known(prefetch, digests, known)
+
+    async def _read_known(
+        self, prefetch: _Prefetch, digests: list[bytes], known: _KnownPresence
+    ) -> MissReason:
         tokens, seed = prefetch.request.tokens, prefetch.request.seed
-        digests = await self._digests(tokens, seed)
-        known, joins, best = _KnownPresence(self._planner.state.names), _JOINS, -1
+        joins, best = _JOINS, -1
         while True:
             await self._saved(tokens, seed)
             reason = await self._present(known, tokens, seed, digests)
@@ -257,7 +264,7 @@ class Prefetcher:
         pages = known.unknown(component_id, pages)
         if not pages:
             return MissReason.NONE
-        answer = await self._presence.ask(component_id, digests, pages)
+        answer = await self._presence.ask(component_id, digests, pages, answered=known.answered)
         known.learn(component_id, pages, answer.flags)
         return answer.reason
 
@@ -334,9 +341,11 @@ class _KnownPresence:
 
     Attributes:
         flags: by component, a byte per page from the first of the sequence, 1 if storage has it.
+        answered: queries of other requests that storage answered while this one waited.
     """
 
-    def __init__(self, names: Sized) -> None:
+    def __init__(self, names: Sized, answered: Sequence[PresenceQuery] = ()) -> None:
+        self.answered = answered
         self.flags: dict[int, bytes] = dict.fromkeys(range(len(names)), b"")
         self._first = [0] * len(names)
 

@@ -1,9 +1,10 @@
-"""Presence queries: which pages storage has. All requests that need a page share one query in flight."""
+"""Presence queries: which pages storage has. All requests that wait share each query and its answer."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from asynchicache.controller.storage_pools import Presence, StoragePools
@@ -18,7 +19,7 @@ _TURNS_TO_GATHER = 3
 
 
 @dataclass(slots=True, eq=False)
-class _PresenceQuery:
+class PresenceQuery:
     """A query for which pages of a path, of one component, storage has.
 
     Attributes:
@@ -39,17 +40,42 @@ class _PresenceQuery:
         self.answer = asyncio.get_running_loop().create_future()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Listener:
+    """Who waits, and collects the queries about its path that are answered meanwhile."""
+
+    digests: Sequence[bytes]
+    answered: list[PresenceQuery]
+
+
 class PresenceQueries:
     """The presence queries of one cache that are in flight."""
 
     def __init__(self, stored: StoragePools) -> None:
         self._storage = stored
-        self._in_flight: list[_PresenceQuery] = []
-        self._waiting: dict[tuple[int, bool], list[_PresenceQuery]] = {}  # by component, and whether fresh
+        self._in_flight: list[PresenceQuery] = []
+        self._listeners: set[_Listener] = set()
+        self._waiting: dict[tuple[int, bool], list[PresenceQuery]] = {}  # by component, and whether fresh
         self._calls: dict[tuple[int, bool], asyncio.Semaphore] = {}
 
+    @contextmanager
+    def listen(self, digests: Sequence[bytes]) -> Iterator[list[PresenceQuery]]:
+        """The queries about a path that storage answers meanwhile, of all requests: a list that grows."""
+        listener = _Listener(digests, [])
+        self._listeners.add(listener)
+        try:
+            yield listener.answered
+        finally:
+            self._listeners.remove(listener)
+
     async def ask(
-        self, component_id: int, digests: Sequence[bytes], pages: range, *, fresh: bool = False
+        self,
+        component_id: int,
+        digests: Sequence[bytes],
+        pages: range,
+        *,
+        fresh: bool = False,
+        answered: Sequence[PresenceQuery] = (),
     ) -> Presence:
         """Ask which of some pages storage has.
 
@@ -61,8 +87,10 @@ class PresenceQueries:
             digests: of all pages of the path, from its first.
             pages: numbers of the pages to ask for, ascending and without gaps.
             fresh: do not use cached answers.
+            answered: queries whose answers are recent enough, see `listen`.
         """
-        parts = list(self._parts(component_id, digests, pages, fresh))
+        known = [*answered, *self._in_flight]
+        parts = list(self._parts(known, component_id, digests, pages, fresh))
         await asyncio.gather(*(self._put(question) for question, _, mine in parts if mine))
         flags, reason = bytearray(), MissReason.NONE
         for question, span, _ in parts:
@@ -75,11 +103,16 @@ class PresenceQueries:
         return Presence(bytes(flags), reason)
 
     def _parts(
-        self, component_id: int, digests: Sequence[bytes], pages: range, fresh: bool
-    ) -> Iterator[tuple[_PresenceQuery, range, bool]]:
+        self,
+        known: Sequence[PresenceQuery],
+        component_id: int,
+        digests: Sequence[bytes],
+        pages: range,
+        fresh: bool,
+    ) -> Iterator[tuple[PresenceQuery, range, bool]]:
         """Queries that cover `pages` in order, each with the span it answers and whether it is new."""
         at = pages.start
-        for span, question in self._shared(component_id, digests, pages, fresh):
+        for span, question in _shared(known, component_id, digests, pages, fresh):
             if span.stop <= at:
                 continue
             if span.start > at:
@@ -89,27 +122,14 @@ class PresenceQueries:
         if at < pages.stop:
             yield self._new(component_id, digests, range(at, pages.stop), fresh)
 
-    def _shared(
-        self, component_id: int, digests: Sequence[bytes], pages: range, fresh: bool
-    ) -> list[tuple[range, _PresenceQuery]]:
-        """Queries in flight that answer part of `pages`, in page order."""
-        found = []
-        for question in self._in_flight:
-            if question.component_id == component_id and (question.fresh or not fresh):
-                stop = min(question.pages.stop, pages.stop, common_pages(question.digests, digests))
-                span = range(max(question.pages.start, pages.start), stop)
-                if span:
-                    found.append((span, question))
-        return sorted(found, key=lambda one: one[0].start)
-
     def _new(
         self, component_id: int, digests: Sequence[bytes], pages: range, fresh: bool
-    ) -> tuple[_PresenceQuery, range, bool]:
-        question = _PresenceQuery(component_id, digests, pages, fresh)
+    ) -> tuple[PresenceQuery, range, bool]:
+        question = PresenceQuery(component_id, digests, pages, fresh)
         self._in_flight.append(question)
         return question, pages, True
 
-    async def _put(self, question: _PresenceQuery) -> None:
+    async def _put(self, question: PresenceQuery) -> None:
         """Ask storage, together with all waiting queries of the same kind.
 
         The first waiting query asks for all: an engine takes many keys per call, but few concurrent calls.
@@ -120,7 +140,7 @@ class PresenceQueries:
         if len(waiting) > 1:
             await asyncio.shield(question.answer)
             return
-        batch: list[_PresenceQuery] = []
+        batch: list[PresenceQuery] = []
         try:
             async with self._calls.setdefault(kind, asyncio.Semaphore(_MOST_CALLS)):
                 await self._gather(waiting)
@@ -131,7 +151,7 @@ class PresenceQueries:
             self._end(batch or self._waiting.pop(kind, []), None)
 
     @staticmethod
-    async def _gather(waiting: Sequence[_PresenceQuery]) -> None:
+    async def _gather(waiting: Sequence[PresenceQuery]) -> None:
         """Let requests that arrived at the same time join: they reach this point a few iterations later."""
         before = 0
         while len(waiting) > before:
@@ -139,14 +159,14 @@ class PresenceQueries:
             for _ in range(_TURNS_TO_GATHER):
                 await asyncio.sleep(0)
 
-    async def _answer(self, kind: tuple[int, bool], batch: Sequence[_PresenceQuery]) -> Presence:
+    async def _answer(self, kind: tuple[int, bool], batch: Sequence[PresenceQuery]) -> Presence:
         """Storage's answer for the pages of all queries in `batch`, concatenated."""
         component_id, fresh = kind
         digests = [one.digests[one.pages.start : one.pages.stop] for one in batch]
         every = digests[0] if len(digests) == 1 else [digest for some in digests for digest in some]
         return await self._storage.exists(component_id, every, fresh=fresh)
 
-    def _end(self, batch: Sequence[_PresenceQuery], answer: Presence | None) -> None:
+    def _end(self, batch: Sequence[PresenceQuery], answer: Presence | None) -> None:
         """Set the answers of a batch; None: the asking task was cancelled."""
         begin = 0
         for question in batch:
@@ -155,4 +175,29 @@ class PresenceQueries:
                 self._in_flight.remove(question)
                 own = None if answer is None else Presence(answer.flags[begin:end], answer.reason)
                 question.answer.set_result(own)
+                if own is not None and own.reason is MissReason.NONE:
+                    for listener in self._listeners:
+                        if _is_common(question.digests, listener.digests, question.pages.start):
+                            listener.answered.append(question)
             begin = end
+
+
+def _shared(
+    known: Sequence[PresenceQuery], component_id: int, digests: Sequence[bytes], pages: range, fresh: bool
+) -> list[tuple[range, PresenceQuery]]:
+    """Queries of `known` that answer part of `pages`, in page order."""
+    found = []
+    for question in known:
+        if question.component_id != component_id or (fresh and not question.fresh):
+            continue
+        start = max(question.pages.start, pages.start)
+        if _is_common(question.digests, digests, start):
+            stop = min(question.pages.stop, pages.stop, common_pages(question.digests, digests))
+            if start < stop:
+                found.append((range(start, stop), question))
+    return sorted(found, key=lambda one: one[0].start)
+
+
+def _is_common(digests: Sequence[bytes], others: Sequence[bytes], page: int) -> bool:
+    """Whether two paths agree up to and with a page: each digest covers all pages before it."""
+    return page < min(len(digests), len(others)) and digests[page] == others[page]
