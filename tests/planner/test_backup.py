@@ -294,6 +294,23 @@ def test_while_somebody_waits_for_a_path_nothing_else_is_given_host_slots() -> N
     sim.planner.copy_finished(copy, None)
 
 
+def test_while_a_path_that_somebody_waits_for_is_written_free_slots_are_for_all() -> None:
+    sim = simulation(kv=(64, 2))
+    urgent, other, late = (published(sim, [first, 2]) for first in (1, 3, 5))
+    writer(sim).urgent.append(urgent)
+    (copy,) = writer(sim).backup(urgent)
+
+    (beside,) = writer(sim).backup(other)
+
+    assert beside.publishes is other
+    sim.planner.copy_finished(copy, None)
+    sim.planner.copy_finished(beside, None)
+    assert not writer(sim).backup(late), "it would evict one of them, which is not stored yet"
+    writer(sim).urgent.clear()
+    for copy in writer(sim).retry():
+        sim.planner.copy_finished(copy, None)
+
+
 def test_where_nothing_can_be_on_the_host_nothing_is_owed() -> None:
     sim = simulation(kv=(64, 0))
     urgent, other = published(sim, [1, 2]), published(sim, [3, 4])

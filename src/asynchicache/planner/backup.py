@@ -44,7 +44,8 @@ class BackupPlanner:
             retried as storage writes end, as long as the data is on the device. An entry is one node and
             component, not a path: states of one path that do not fit together would evict each other forever.
         urgent: ends of paths that a caller waits for and that found no host slots, first come, first served.
-            While there are any, no backup but that of the first gets host slots.
+            While there are any, no backup but that of the first gets host slots, except free ones that none
+            of these paths needs.
         preparing: ends of paths that are written to storage once their digests are computed.
         forgotten: how many times all knowledge of storage was dropped.
     """
@@ -83,11 +84,23 @@ class BackupPlanner:
         if not self.urgent:
             return self._copy(node, wanted, period)
         if node is not self.urgent[0]:
+            if self._is_spare(wanted):
+                return self._copy(node, wanted, period)
             self._postpone(wanted, period)
             return []
         # Stored states are skipped: they would evict each other from the last host slot forever.
         needed = [want for want in wanted if want.component_id == FULL or not _is_stored(want)]
         return self._copy(node, needed, period)
+
+    def _is_spare(self, wanted: list[CopyRequest]) -> bool:
+        """Whether free host slots do for `wanted`, and no urgent path lacks any. Nothing may be evicted for
+        it: paths that are copied but not stored yet could evict each other for ever."""
+        if any(self.lacks_room(node) for node in self.urgent):
+            return False
+        counts: Counter[SlotPlace] = Counter()
+        for want in wanted:
+            counts[place_of(want.component_id, Tier.HOST)] += want.size
+        return self._state.has_room(counts)
 
     def _missing(self, node: Node) -> list[CopyRequest]:
         """What the path to `node` lacks on the host, of components that have host slots."""

@@ -277,6 +277,22 @@ class CacheState:
                 return place
         return None
 
+    def has_room(self, counts: Mapping[SlotPlace, int]) -> bool:
+        """Whether `counts[place]` slots are free at each place, beside each other, without evicting."""
+        shared: dict[Tier, list[tuple[SlotAllocator, int]]] = {}
+        for place, count in counts.items():
+            if place in self._shared[tier_of(place)]:
+                shared.setdefault(tier_of(place), []).append((self.free[place], count))
+            elif count > self.free[place].available:
+                return False
+        return all(self._memory_of(tier).fits(wanted) for tier, wanted in shared.items())
+
+    def _memory_of(self, tier: Tier) -> SharedMemory | ExtentMemory:
+        """The memory that pools of a tier share."""
+        memory = self.memory.get(tier) or self.extents
+        assert memory is not None, "a place that is shared has a memory"
+        return memory
+
     def watch_host(self, on_release: Callable[[str, Iterable[int]], object]) -> None:
         """Call `on_release` with each pool's host slots that are freed or quarantined."""
         for component_id in range(len(self.names)):
@@ -308,8 +324,7 @@ class CacheState:
 
     def _evict_for(self, tier: Tier, counts: Mapping[SlotPlace, int]) -> bool:
         """Evict from whichever pool loses the fewest tokens a byte, until `counts` fit."""
-        memory = self.memory.get(tier) or self.extents
-        assert memory is not None, "a place that is shared has a memory"
+        memory = self._memory_of(tier)
         wanted = [(self.free[place], count) for place, count in counts.items()]
         for dirty in self._passes:
             useless: set[SlotPlace] = set()

@@ -103,7 +103,7 @@ class CacheInternals:
         books = self.state
         found = [f"leak: {len(held)} {name}" for name, held in self._holders() if held and not may_leak]
         for free in books.free:
-            lost = free.capacity - free.available
+            lost = free.held + free.quarantined  # of a shared memory, not all slots can be free at once
             if lost and not may_leak:
                 found.append(f"leak: {lost} of {free.capacity} {free.name} ({free.quarantined} quarantined)")
         return found
