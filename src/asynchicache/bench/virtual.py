@@ -91,7 +91,14 @@ class VirtualCache(InstantCache):
             self._storage[pool].update(zip(digests, [host[slot] for slot in slots], strict=True))
         self.planner.backups.write_finished(work, stored=True)
 
-    def prefetch(self, request: RequestState) -> None:
+    def open(self, tokens: array[int]) -> RequestState:
+        """Open a request whose prefix is on the device, from whichever tier has it."""
+        request = self.planner.open(tokens, b"")
+        self._prefetch(request)
+        self.carry_out(self.planner.loads.load(request))
+        return request
+
+    def _prefetch(self, request: RequestState) -> None:
         """Load the prefix's stored pages to the host."""
         reader, names = self.planner.fetches, self.planner.state.names
         query = reader.ask(request.tokens, request.seed)
@@ -150,9 +157,7 @@ class VirtualRunner:
         await asyncio.sleep(0)  # the only suspension point, so that interrupts are possible
         history.extend(prompt)
         length = len(history.tokens)
-        request = self._planner.open(array("q", history.tokens), b"")
-        self._cache.prefetch(request)
-        self._cache.carry_out(self._planner.loads.load(request))
+        request = self._cache.open(array("q", history.tokens))
         hit = request.hit_tokens(self._page_size)
         verified, wrong = self._check(request, history.digests)
         cuts = {*self._planner.cuts(request), *marks, length}

@@ -42,9 +42,7 @@ class TailRunner:
         await asyncio.sleep(0)  # the only suspension point, so that interrupts are possible
         history.extend(prompt)
         length = len(history.tokens)
-        request = self._planner.open(array("q", history.tokens), b"")
-        self._cache.prefetch(request)
-        self._cache.carry_out(self._planner.loads.load(request))
+        request = self._cache.open(array("q", history.tokens))
         hit = request.hit_tokens(self._page_size)
         verified, wrong = self._check(request, history, hit)
         cuts = {

@@ -21,6 +21,7 @@ from asynchicache.bench.replay.trace import Trace, read_trace
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.state import CacheState
+from asynchicache.specs import ModelSpec
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.tree.node import FULL_DEVICE, place_of
 from asynchicache.types import Tier, WritePolicy
@@ -48,18 +49,8 @@ def run_replay(options: ReplayOptions, progress: Progress) -> ReplayReport:
         token_bytes=trace.block_size,
         state_bytes=2 * IDS_A_BLOCK * options.state_tokens,
     )
-    sizes = plan_sizes(spec, options.shares(), trace, found)
-    memory: dict[Tier, int] = {}
-    if options.memory_share:
-        sizes, memory = share_memory(spec, options.memory_share, sizes)
-    planner = Planner(
-        spec,
-        sizes.slots,
-        write_policy=WritePolicy(options.write_policy),
-        eviction_policy=options.policy,
-        memory=memory,
-        checkpoints=replace(checkpoints, spacing=checkpoints.spacing * IDS_A_BLOCK),
-    )
+    spaced = replace(checkpoints, spacing=checkpoints.spacing * IDS_A_BLOCK)
+    planner, sizes = _planner(options, spec, trace, found, spaced)
     tally = _play(planner, trace, found.known, progress)
     ceiling = sum(found.known) * trace.block_size / trace.prompt_tokens
     return _report(Path(options.trace).name, planner.state, trace, sizes, tally, ceiling, begun)
@@ -75,7 +66,28 @@ def _by_token(
     ends = replace(
         found, states=found.states + len(trace.requests), longest=found.longest * trace.block_size // size + 2
     )
-    sizes = plan_sizes(spec, options.shares(), paged, ends)
+    checkpoints = CheckpointPolicy.parse(options.checkpoint)
+    planner, sizes = _planner(options, spec, paged, ends, checkpoints, tails=options.tails)
+    player, tally = TokenPlayer(planner, TokenTrace(trace), outputs=options.outputs), ReplayTally()
+    for number in range(len(trace.requests)):
+        tally.add(player.serve(number))
+        progress(tally.requests, len(trace.requests))
+    ceiling = player.reachable / trace.prompt_tokens
+    report = _report(Path(options.trace).name, planner.state, paged, sizes, tally, ceiling, begun)
+    return replace(report, tokens_per_end=planner.state.tokens_per_end())
+
+
+def _planner(
+    options: ReplayOptions,
+    spec: ModelSpec,
+    trace: Trace,
+    found: Survey,
+    checkpoints: CheckpointPolicy,
+    *,
+    tails: bool = False,
+) -> tuple[Planner, Sizes]:
+    """A planner with the slots that the options give it for a trace, and these slots."""
+    sizes = plan_sizes(spec, options.shares(), trace, found)
     memory: dict[Tier, int] = {}
     if options.memory_share:
         sizes, memory = share_memory(spec, options.memory_share, sizes)
@@ -85,16 +97,10 @@ def _by_token(
         write_policy=WritePolicy(options.write_policy),
         eviction_policy=options.policy,
         memory=memory,
-        checkpoints=CheckpointPolicy.parse(options.checkpoint),
-        tails=options.tails,
+        checkpoints=checkpoints,
+        tails=tails,
     )
-    player, tally = TokenPlayer(planner, TokenTrace(trace), outputs=options.outputs), ReplayTally()
-    for number in range(len(trace.requests)):
-        tally.add(player.serve(number))
-        progress(tally.requests, len(trace.requests))
-    ceiling = player.reachable / trace.prompt_tokens
-    report = _report(Path(options.trace).name, planner.state, paged, sizes, tally, ceiling, begun)
-    return replace(report, tokens_per_end=planner.state.tokens_per_end())
+    return planner, sizes
 
 
 def _in_pages(trace: Trace, size: int, *, outputs: bool) -> Trace:
