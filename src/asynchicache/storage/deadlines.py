@@ -145,7 +145,7 @@ class SlidingDeadline:
     def __init__(self, seconds: float | None) -> None:
         self._loop = asyncio.get_running_loop()
         self._seconds = seconds
-        self._timeouts: set[asyncio.Timeout] = set()
+        self._timeouts: dict[asyncio.Timeout, None] = {}  # in the order they began
         self.renew()
 
     def renew(self) -> None:
@@ -163,11 +163,11 @@ class SlidingDeadline:
             TimeoutError: the deadline passed first.
         """
         async with asyncio.timeout_at(self._until) as wait:
-            self._timeouts.add(wait)
+            self._timeouts[wait] = None
             try:
                 yield
             finally:
-                self._timeouts.discard(wait)
+                del self._timeouts[wait]
 
 
 class ConcurrencyLimit:

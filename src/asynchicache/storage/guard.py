@@ -287,7 +287,7 @@ class GuardedPool:
         self._breaker = CircuitBreaker(self._limits.failures, self._limits.cooldown, port.now)
         self._concurrency = ConcurrencyLimit(self._capabilities.concurrency)
         self._presence = PresenceCache(self._limits, shared=self._capabilities.shared, now=port.now)
-        self._calls: set[_RunningCall] = set()
+        self._calls: dict[_RunningCall, None] = {}  # in the order they began
         self._watchers: list[tuple[frozenset[int], asyncio.Future[None]]] = []
         self._counters = {
             kind.name: CallCounters(binding.page_bytes if kind.moves_pages else 0) for kind in ENGINE_CALLS
@@ -544,7 +544,7 @@ class GuardedPool:
         answer = loop.create_future()
         call = _RunningCall(kind, len(keys), frozenset(slots), self._port.now(), permit, task, answer)
         call.timer = loop.call_later(self._limits.deadline, self._deadline_passed, call)
-        self._calls.add(call)
+        self._calls[call] = None
         task.add_done_callback(partial(self._call_ended, call))
         return call
 
@@ -570,7 +570,7 @@ class GuardedPool:
             if not call.answer.done():
                 call.answer.set_result([Outcome.TIMEOUT] * call.pages)
             return
-        self._calls.discard(call)
+        self._calls.pop(call, None)
         error = failure(task)
         if error is not None:
             self._count_error(call.kind, call.pages, error)

@@ -126,7 +126,7 @@ class _LifeRun:
         self._storage = ChaosStorage(store, life.storage, host, self._draws, ledger, life_limits(life))
         self._recency = recency
         self._paged: PagedMemory | None = None
-        self._restarts: set[asyncio.Task[None]] = set()
+        self._restarts: list[asyncio.Task[None]] = []
         # With dishonest storage, a page reported as present may be missing, which is not the cache's fault.
         self._promises = promises if not any(map(_dishonest, script.every_life)) else None
 
@@ -272,7 +272,7 @@ class _LifeRun:
                 storage.release()
             case "restart" | "lose" as how:
                 restart = storage.restart(min(event.seconds, 0.05), lose=how == "lose")
-                self._restarts.add(asyncio.create_task(restart, name=how))
+                self._restarts.append(asyncio.create_task(restart, name=how))
             case "jump":
                 draws.count("clock.jump")
                 self._world.loop.skip(event.seconds)
