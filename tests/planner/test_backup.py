@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
@@ -43,11 +43,14 @@ def simulation(
     mamba: tuple[int, int] | None = None,
     swa: tuple[int, int] | None = None,
     policy: WritePolicy = BACK,
+    memory: Mapping[Tier, int] | None = None,
 ) -> Simulation:
     """Under write-back nothing goes down by itself."""
     slots = {"kv": kv} | ({"mamba": mamba} if mamba else {}) | ({"swa": swa} if swa else {})
     windows = {"swa": 2} if swa else {}
-    sim = Simulation(random.Random(0), states=bool(mamba), windows=windows, slots=slots, policy=policy)
+    sim = Simulation(
+        random.Random(0), states=bool(mamba), windows=windows, slots=slots, policy=policy, memory=memory
+    )
     SIMULATIONS.append(sim)
     return sim
 
@@ -345,6 +348,28 @@ def test_room_for_a_path_is_not_made_at_the_cost_of_what_is_to_be_saved() -> Non
     assert not upper.slots_at(place_of(window, Tier.HOST)), "it had to make room"
     for copy in copies:
         sim.planner.copy_finished(copy, None)
+
+
+def test_room_in_a_shared_memory_is_not_made_at_the_cost_of_what_is_tried_again() -> None:
+    """Only its own window could make room for a state, and without it the state is worth nothing."""
+    sizes = {"kv": (8, 8), "mamba": (8, 8), "swa": (16, 8)}
+    spec = simulation(**sizes).spec
+    slot_bytes = {pool.name: pool.slot_bytes(spec.page_size) for pool in spec.pools}
+    sim = simulation(**sizes, memory={Tier.HOST: 2 * (slot_bytes["kv"] + slot_bytes["swa"])})
+    state, window = (sim.planner.state.names.index(name) for name in ("mamba", "swa"))
+    node = published(sim, HEAD)
+    writer(sim).postponed[CopyRequest(node, window)] = 0
+    for copy in writer(sim).retry():
+        sim.planner.copy_finished(copy, None)
+    sim.planner.state.evict(place_of(window, Tier.DEVICE), 2, dirty=True)
+    assert node.slots_at(place_of(window, Tier.HOST))
+    assert node.slots_at(place_of(state, Tier.DEVICE))
+
+    writer(sim).postponed[CopyRequest(node, state)] = 0
+    for copy in writer(sim).retry():
+        assert all(transfer.sources for transfer in copy.transfers)
+        sim.planner.copy_finished(copy, None)
+    assert sim.planner.state.verify() == []
 
 
 def test_paths_that_somebody_waits_for_get_host_slots_in_turn() -> None:

@@ -121,11 +121,8 @@ class BackupPlanner:
         state = self._state
         if not wanted:
             return []
-        anchor = self._host_anchor(node)
-        anchor += [(want.node, place_of(want.component_id, Tier.DEVICE)) for want in wanted]
-        state.pin(anchor)
-        batch = self._host_slots(wanted)
-        state.unpin(anchor)
+        with self._kept(node, wanted):
+            batch = self._host_slots(wanted)
         begun = {want for want, _ in batch}
         self._postpone([want for want in wanted if want not in begun], period)
         if not batch:
@@ -188,18 +185,23 @@ class BackupPlanner:
         counts: Counter[SlotPlace] = Counter()
         for want in wanted:
             counts[place_of(want.component_id, Tier.HOST)] += want.size
-        kept = self._host_anchor(wanted[-1].node)
-        self._state.pin(kept)
-        short = self._state.make_room_for_all(counts)
-        self._state.unpin(kept)
-        return short is None
+        with self._kept(wanted[-1].node, wanted):
+            return self._state.make_room_for_all(counts) is None
 
-    @staticmethod
-    def _host_anchor(node: Node) -> Pins:
-        """Pins the last host copy on the path: new copies need it, so it must not be evicted for them."""
+    @contextmanager
+    def _kept(self, node: Node, wanted: list[CopyRequest]) -> Iterator[None]:
+        """During the body, keep what copies of `wanted`, on the path to `node`, need: what they read, and the
+        last host copy above them. It must not be evicted to make room for them."""
+        kept: Pins = [(want.node, place_of(want.component_id, Tier.DEVICE)) for want in wanted]
         while node.parent is not None and node.residency[FULL_HOST] == ABSENT:
             node = node.parent
-        return [(node, FULL_HOST)] if node.parent is not None else []
+        if node.parent is not None:
+            kept.append((node, FULL_HOST))
+        self._state.pin(kept)
+        try:
+            yield
+        finally:
+            self._state.unpin(kept)
 
     def _host_slots(self, wanted: list[CopyRequest]) -> list[tuple[CopyRequest, list[int]]]:
         """Allocate host slots for `wanted`, parents first, as far as there is room."""

@@ -18,6 +18,7 @@ from unittest.mock import patch
 from asynchicache.cache import HybridCache, Request
 from asynchicache.config import PrefetchOptions
 from asynchicache.hashing import ObjectKey, namespace_seed, page_digests
+from asynchicache.planner.actions import Copy
 from asynchicache.planner.state import CacheState
 from asynchicache.testing.chaos.costs import CostOracle
 from asynchicache.testing.chaos.faults import FaultDraws
@@ -149,6 +150,8 @@ class HitOracle:
             stack.enter_context(patch.object(books, "make_shared_room", sharing))
             stack.enter_context(patch.object(tree, "vacate", partial(self._vacate, tree.vacate)))
             stack.enter_context(patch.object(tree, "trim", partial(self._trim, tree.trim)))
+            backups = self._controller.planner.backups
+            stack.enter_context(patch.object(backups, "backup", partial(self._backup, backups.backup)))
             stack.enter_context(self._storage.store.watched(self._forgotten))
             self._storage.calls.listeners.append(self.costs)
             yield
@@ -362,6 +365,14 @@ class HitOracle:
         self._refused += 1
         self.costs.forget()
         return False
+
+    def _backup(
+        self, backup: Callable[..., list[Copy]], node: Node, *, period: int | None = None
+    ) -> list[Copy]:
+        found = backup(node, period=period)
+        if self._controller.planner.backups.urgent and not found:
+            self._refused += 1  # host slots are kept for a path that another client waits for
+        return found
 
     def _vacate(
         self, vacate: Callable[[Node, SlotPlace], list[int]], node: Node, place: SlotPlace
