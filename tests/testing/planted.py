@@ -20,6 +20,7 @@ from asynchicache.planner import state
 from asynchicache.planner.activity import Activity
 from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.fetch import FetchPlanner, Outcomes, StorageRead
+from asynchicache.planner.hints import HintLedger
 from asynchicache.planner.load import LoadPlanner
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
@@ -582,6 +583,11 @@ def leaving_waits_for_no_stream_that_is_not_named(patch: Patch) -> None:
 def waits_for_a_moment_when_nothing_is_in_flight(patch: Patch) -> None:
     running = Activity.running
     patch.setattr(Activity, "running", lambda self, until=None: running(self))
+
+
+@bug
+def hints_favour_without_bound(patch: Patch) -> None:
+    patch.setattr(HintLedger, "allows", lambda *_: True)
 
 
 @bug

@@ -19,7 +19,7 @@ from asynchicache.testing.chaos.faults import ChaosDevice, FaultDraws
 from asynchicache.testing.chaos.hits import HitCase, HitOracle
 from asynchicache.testing.chaos.ledger import Ledger
 from asynchicache.testing.chaos.promises import DurabilityOracle, DurablePrefix
-from asynchicache.testing.chaos.script import ChaosClient, ClientTurn, Pace
+from asynchicache.testing.chaos.script import HINTS, ChaosClient, ClientTurn, Pace
 from asynchicache.testing.oracle import ByteOracle
 from asynchicache.transfer.ticket import Ticket
 
@@ -146,7 +146,7 @@ class ChaosEngine:
     async def serve(self, turn: ClientTurn) -> None:
         """Run one request, from match to release."""
         self.did("open")
-        request = self.cache.request(turn.prompt, namespace=turn.tenant)
+        request = self.cache.request(turn.prompt, namespace=turn.tenant, hint=HINTS[turn.hint])
         async with request:
             case = await self._matched(request, turn)
             if turn.admit:

@@ -19,6 +19,7 @@ from asynchicache.cache import HybridCache, Request
 from asynchicache.config import PrefetchOptions
 from asynchicache.hashing import ObjectKey, namespace_seed, page_digests
 from asynchicache.planner.actions import Copy
+from asynchicache.planner.hints import HINTED_SHARE
 from asynchicache.planner.state import CacheState
 from asynchicache.testing.chaos.costs import CostOracle
 from asynchicache.testing.chaos.faults import FaultDraws
@@ -138,6 +139,7 @@ class HitOracle:
         self._pools = [pool.name for pool in cache.spec.pools]
         self.costs = CostOracle(self._pools, ledger, storage.never_troubled, self._wanted_since, self._holds)
         self._refused = 0
+        self._favours: dict[bytes, list[tuple[float, int]]] = {}  # by namespace, until when how many pages
         self._clock = asyncio.get_running_loop().time
 
     @contextmanager
@@ -150,6 +152,8 @@ class HitOracle:
             stack.enter_context(patch.object(books, "make_shared_room", sharing))
             stack.enter_context(patch.object(tree, "vacate", partial(self._vacate, tree.vacate)))
             stack.enter_context(patch.object(tree, "trim", partial(self._trim, tree.trim)))
+            hints = self._controller.planner.hints
+            stack.enter_context(patch.object(hints, "note", partial(self._favoured, hints.note)))
             backups = self._controller.planner.backups
             stack.enter_context(patch.object(backups, "backup", partial(self._backup, backups.backup)))
             stack.enter_context(self._storage.store.watched(self._forgotten))
@@ -365,6 +369,17 @@ class HitOracle:
         self._refused += 1
         self.costs.forget()
         return False
+
+    def _favoured(
+        self, note: Callable[[bytes, int, float], None], seed: bytes, pages: int, until: float
+    ) -> None:
+        note(seed, pages, until)
+        clock = self._tree.clock
+        favoured = [one for one in self._favours.get(seed, []) if one[0] > clock]
+        self._favours[seed] = [*favoured, (until, pages)]
+        most = HINTED_SHARE * max(free.capacity for free in self._state.free[:2])
+        if (total := sum(count for _, count in self._favours[seed])) > most:
+            self._violated(f"hint: {total} pages of one namespace are favoured, {most:g} at most may be")
 
     def _backup(
         self, backup: Callable[..., list[Copy]], node: Node, *, period: int | None = None

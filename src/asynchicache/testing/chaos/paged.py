@@ -9,7 +9,7 @@ import msgspec
 from asynchicache.cache import Request
 from asynchicache.specs import ModelSpec
 from asynchicache.testing.chaos.clients import ChaosEngine, Forwards, PoolSlots
-from asynchicache.testing.chaos.script import CacheSizes, ClientTurn, Life, Pace, Script
+from asynchicache.testing.chaos.script import HINTS, CacheSizes, ClientTurn, Life, Pace, Script
 from asynchicache.testing.paged import PagedMemory
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import WritePolicy
@@ -95,7 +95,7 @@ class PagedChaosEngine(ChaosEngine):
     async def serve(self, turn: ClientTurn) -> None:
         """Run one request, from match to release."""
         self.did("open")
-        request = self.cache.request(turn.prompt, namespace=turn.tenant)
+        request = self.cache.request(turn.prompt, namespace=turn.tenant, hint=HINTS[turn.hint])
         async with request:
             case = await self._matched(request, turn)
             tables = self.blocks.take(len(turn.prompt) + len(turn.output))

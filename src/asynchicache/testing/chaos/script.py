@@ -11,6 +11,7 @@ import msgspec
 
 from asynchicache.errors import ConfigError
 from asynchicache.layouts import HostLayout
+from asynchicache.planner.hints import MOST_KEEP_SECONDS, NO_HINT, CacheHint
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.transfer.engine import GROUP_BYTES
 from asynchicache.types import PrefetchPolicy, WritePolicy, trailing_pages
@@ -86,6 +87,16 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pause: float = 0.0
 
 
+HINTS = {
+    "": NO_HINT,
+    "continues": CacheHint(continues=True),
+    "over": CacheHint(over=True),
+    "keep": CacheHint(keep_seconds=MOST_KEEP_SECONDS),
+    "transient": CacheHint(transient=True),
+}
+"""Hints of requests, by the names that scripts have for them."""
+
+
 class ClientTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request.
 
@@ -103,6 +114,7 @@ class ClientTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         suspend: number of forwards after which to suspend the request; None: never.
         away: seconds until it goes on.
         leaves: end by leaving `async with`, without naming a stream that may still run.
+        hint: what the client says about the request's future; one of `HINTS`.
     """
 
     prompt: tuple[int, ...]
@@ -120,6 +132,7 @@ class ClientTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     suspend: int | None = None
     away: float = 0.0
     leaves: bool = False
+    hint: str = ""
 
 
 class ChaosClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

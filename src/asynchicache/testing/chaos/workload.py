@@ -7,13 +7,14 @@ faults happen at once, no operation gets far enough to fail in a new way.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.sizing import slot_cost
 from asynchicache.testing.chaos.script import (
+    HINTS,
     CacheSizes,
     ChaosClient,
     ClientTurn,
@@ -49,6 +50,9 @@ _FIRST_WAVES, _SEEDS_A_WAVE = 200, 20
 _SUSPENDING_SEEDS = 5
 """One of so many seeds has requests that are suspended."""
 
+_HINTED_SEEDS = 6
+"""One of so many seeds has requests with hints."""
+
 _TAIL_SEEDS = 7
 """Two of so many seeds have prefixes that end inside a page."""
 
@@ -75,11 +79,27 @@ def draw_script(seed: int) -> Script:
     script = _draw(seed)
     if seed % _TAIL_SEEDS in (2, 3) and not (script.model.window or script.model.near):
         script = msgspec.structs.replace(script, tails=True)
+    if seed % _HINTED_SEEDS == 4:
+        script = _with_hints(script)
     return _with_suspensions(script) if seed % _SUSPENDING_SEEDS == 1 else script
 
 
+# What is drawn apart, so that all else of a seed stays as it was
+
+
+def _with_hints(script: Script) -> Script:
+    """Let clients say what they know about the future of some requests."""
+    chance = random.Random(f"hint {script.seed}")
+    kinds = chance.sample(sorted(HINTS), 3)  # mostly keeps, or mostly ends, ...
+
+    def change(turn: ClientTurn) -> ClientTurn:
+        return msgspec.structs.replace(turn, hint=chance.choice(kinds))
+
+    return _with_turns(script, change)
+
+
 def _with_suspensions(script: Script) -> Script:
-    """Let some of the requests be preempted; drawn apart, so that all else stays as it was."""
+    """Let some of the requests be preempted."""
     chance = random.Random(f"suspend {script.seed}")
 
     def change(turn: ClientTurn) -> ClientTurn:
@@ -87,6 +107,12 @@ def _with_suspensions(script: Script) -> Script:
             return turn
         away = round(chance.expovariate(1000), 6)
         return msgspec.structs.replace(turn, suspend=chance.choice([1, 1, 2, 3, 5]), away=away)
+
+    return _with_turns(script, change)
+
+
+def _with_turns(script: Script, change: Callable[[ClientTurn], ClientTurn]) -> Script:
+    """A script with every request changed."""
 
     def living(life: Life) -> Life:
         clients = [
