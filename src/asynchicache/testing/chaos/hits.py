@@ -260,7 +260,7 @@ class HitOracle:
         patient &= self._options.policy is not PrefetchPolicy.BEST_EFFORT and self._asks
         self.matched(request, case, now=patient and calm)
         self._seen_in_storage(case)
-        if not calm:
+        if not calm or self._storage.has_lied:  # for a while, the cache remembers what it was told
             case.allowed |= _FAILURES
         if waited >= self._options.deadline(0):
             case.allowed.add(MissReason.DEADLINE)

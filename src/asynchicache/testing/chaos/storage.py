@@ -108,6 +108,11 @@ class ChaosStorage:
                     found[page] = 0
         return found
 
+    @property
+    def has_lied(self) -> bool:
+        """Whether an `exists` was answered wrongly, ever."""
+        return self._faulty.injected["lie"] > 0
+
     def calm_since(self, moment: float, controller: HybridCacheController) -> bool:
         """Whether storage had no fault since `moment` and earlier faults are over: since then the cache made
         all calls, and each was answered in time and correctly."""
