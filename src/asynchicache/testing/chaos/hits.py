@@ -202,9 +202,9 @@ class HitOracle:
             yield
         finally:
             self._waiting.remove(case)
-        if not self._excused():
-            case.refused = self._refusals > refusals
-            self._answered(request, case, patient=patient)
+            if not self._excused():  # also if it gave up: it may have learned what storage has
+                case.refused = self._refusals > refusals
+                self._answered(request, case, patient=patient)
 
     def _begin(self, case: HitCase) -> None:
         case.began = self._clock()
