@@ -21,7 +21,7 @@ from asynchicache.planner.options import PrefetchOptions
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.storage.limits import BatchResult
-from asynchicache.tree.node import FULL, place_of
+from asynchicache.tree.node import FULL, FULL_HOST, place_of
 from asynchicache.types import MissReason, Outcome, PrefetchPolicy, Tier
 
 _log = logging.getLogger(__name__)
@@ -94,6 +94,9 @@ class Prefetcher:
         self._storage_writer = storage_writer
         self._commits: dict[StorageRead, asyncio.Future[ReadResult]] = {}
         self._readers: dict[StorageRead, _Prefetch] = {}
+        self._held: dict[
+            RequestState, StorageRead
+        ] = {}  # reads of the end of a prefix that is being computed
         self._late: set[StorageRead] = set()  # reads to whose slots an engine may still write
         self.pages_read = 0
         self.waits = Histogram()
@@ -105,11 +108,12 @@ class Prefetcher:
         requests.
         """
         tokens, seed = request.tokens, request.seed
+        fetched = self.release(request)
         if self._executor.failure is not None or not (self._storage or self._fetches.saving(tokens, seed)):
             return
         lacks = self._fetches.missing_pages(request.tokens, request.seed)
         if not lacks:  # another request may have published it since the match
-            self._planner.rematch(request, fetched=False)
+            self._planner.rematch(request, fetched=fetched)
             return
         prefetch = _Prefetch(request, asyncio.get_running_loop().create_future())
         prefetch.awaited = self._options.policy is not PrefetchPolicy.BEST_EFFORT
@@ -126,6 +130,21 @@ class Prefetcher:
         # Other requests may have published meanwhile, so these reasons follow from the new match.
         request.reason = MissReason.NONE if reason in _REASONS_OF_THE_MATCH else reason
         self._planner.rematch(request)
+
+    def release(self, request: RequestState) -> bool:
+        """Insert what was read for a request while it computed the pages before; whether any was."""
+        read = self._held.pop(request, None)
+        if read is not None:
+            for gained in self._fetches.release_held(read):
+                self._committed(gained)
+        return read is not None
+
+    def pass_on(self, request: RequestState, resumed: RequestState) -> None:
+        """A suspended request goes on as another one."""
+        read = self._held.pop(request, None)
+        if read is not None:
+            self._held[resumed] = read
+        resumed.split = request.split
 
     async def _wait(self, done: asyncio.Future[MissReason], seconds: float) -> MissReason:
         """Wait for `done`: why the reads brought no more, or `DEADLINE`."""
@@ -172,9 +191,13 @@ class Prefetcher:
             query = self._fetches.ask(tokens, seed, digests)
             if query is None:
                 return MissReason.NONE
-            if prefetch.awaited and best < 0 and not self._pays(query, known.reach(query.here)):
-                self._fetches.release(query)
-                return MissReason.CHEAPER_TO_COMPUTE
+            if prefetch.awaited and best < 0:
+                reach = known.reach(query.here)
+                if self._reads_aside(prefetch, query, known.flags, self._split(prefetch, query, reach)):
+                    return MissReason.CHEAPER_TO_COMPUTE
+                if not self._pays(query, reach):
+                    self._fetches.release(query)
+                    return MissReason.CHEAPER_TO_COMPUTE
             gained, reason = await self._read(prefetch, query, known.flags, reason, join=joins > 0)
             if gained is None or gained.pages >= gained.read.target or not gained.read.joined:
                 await self._saved(tokens, seed)
@@ -200,6 +223,37 @@ class Prefetcher:
             return pages * size >= self._options.min_fetch_tokens
         busy = float(self._is_busy())
         return self._costs.worth_loading(pages * size, query.base * size, nbytes, busy=busy)
+
+    def _split(self, prefetch: _Prefetch, query: StorageQuery, reach: int) -> int:
+        """Pages of the prefix to compute while the rest, up to `reach`, is read; 0: none."""
+        if not self._options.partial_loads or len(self._planner.state.names) > 1 or prefetch.request.split:
+            return 0
+        missing, nbytes = self._fetches.offer(query, reach)
+        if not nbytes or missing > self._planner.state.free[FULL_HOST].capacity:
+            return 0  # what is computed needs a place on the host too: pages stand on those before them
+        size, page_bytes = self._planner.state.page_size, nbytes // missing
+        computed = self._costs.split(
+            missing, size, query.here * size, page_bytes, busy=float(self._is_busy())
+        )
+        return query.here + computed if computed else 0
+
+    def _reads_aside(
+        self, prefetch: _Prefetch, query: StorageQuery, present: Mapping[int, bytes], split: int
+    ) -> bool:
+        """Begin to read the pages from `split` on, for when the request has computed those before; False if
+        there is no split, or no room."""
+        if not split or prefetch.settled:
+            return False
+        choice = self._fetches.choose(query, present, computed=split)
+        self._executor.run(choice.backups)
+        if choice.read is None:
+            return False
+        prefetch.request.split = split * self._planner.state.page_size
+        self._held[prefetch.request] = choice.read
+        self._commits[choice.read] = asyncio.get_running_loop().create_future()
+        self._readers[choice.read] = prefetch
+        self._executor.call(self._get(choice.read))
+        return True
 
     async def _digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
         """Digests of all pages that could be restored."""
@@ -272,6 +326,12 @@ class Prefetcher:
         """Read pages from storage into their slots, and wait until they are in the tree."""
         commit = self._commits[read] = asyncio.get_running_loop().create_future()
         self._readers[read] = prefetch
+        await self._get(read)
+        return await asyncio.shield(commit)
+
+    async def _get(self, read: StorageRead) -> None:
+        """Read pages from storage into their slots, and commit what is ready then."""
+        commit = self._commits[read]
         late: list[BatchResult] = []
         # Until storage has answered, its threads may write to the slots.
         outcomes: Outcomes = {
@@ -287,7 +347,6 @@ class Prefetcher:
                 self._executor.call_late(self._finish_late(read, commit, late))
             for gained in self._fetches.deliver(read, outcomes):
                 self._committed(gained)
-        return await asyncio.shield(commit)
 
     @contextmanager
     def _timed(self, read: StorageRead) -> Iterator[_TimedRead]:

@@ -141,6 +141,7 @@ class Request:
         if after is not None:
             state.runs_on(after)
         state.closed = True
+        self._controller.prefetcher.release(state)
         if self._controller.recorder is not None:
             self._controller.recorder.ended(state)
         for stream in list(state.streams) if not self._executor.stopped else ():
@@ -293,6 +294,15 @@ class Request:
         if component_id not in state.states:
             raise RequestStateError(f"the request has no {pool!r} state slot yet; extend() takes one")
         return state.states[component_id]
+
+    @property
+    def split(self) -> int:
+        """Tokens to compute before the rest of the prefix comes from storage; 0: none.
+
+        Only with `PrefetchOptions.partial_loads`, after `prefetch`. Compute up to there, `suspend`, then
+        `rematch`, `prefetch` and `load`: what was read meanwhile is a part of the hit.
+        """
+        return self._open().split
 
     # Operations
 
@@ -650,6 +660,7 @@ class Request:
         self.checkpoint(length, after=after, final=True)
         resumed.unpublished, resumed.published = before.unpublished, before.published
         self._state = resumed
+        self._controller.prefetcher.pass_on(before, resumed)
         self._free(before, after)
         self._planner.rematch(resumed, fetched=False)
         self._planner.rest(resumed)

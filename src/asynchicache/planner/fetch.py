@@ -86,6 +86,7 @@ class StorageRead:
             being read.
         needs: uncommitted reads that bring other pages of the prefix.
         joined: whether there were any.
+        held: it is not committed yet, because its request still computes the pages before it.
         slots: by component, the host slots for `pages`, in the same order.
         outcomes: the outcome of each page; None until storage has answered.
     """
@@ -95,6 +96,7 @@ class StorageRead:
     pages: dict[int, list[int]]
     needs: list[StorageRead] = field(default_factory=list)
     joined: bool = False
+    held: bool = False
     slots: dict[int, list[int]] = field(default_factory=dict)
     outcomes: Outcomes | None = None
 
@@ -303,7 +305,9 @@ class FetchPlanner:
 
     # What to read
 
-    def choose(self, query: StorageQuery, present: Mapping[int, bytes], *, join: bool = True) -> ReadChoice:
+    def choose(
+        self, query: StorageQuery, present: Mapping[int, bytes], *, join: bool = True, computed: int = 0
+    ) -> ReadChoice:
         """Choose the longest prefix that storage and memory restore together, and allocate its host slots.
 
         Args:
@@ -311,9 +315,11 @@ class FetchPlanner:
             present: by component, a byte per page of the query, 1 if storage has it. A short answer is padded
                 with 0.
             join: leave out pages that other reads are bringing, and wait for those reads.
+            computed: pages that the request computes itself; the read is held until then. 0: none.
         """
-        others = self._others(query) if join else []
+        others = self._others(query) if join and not computed else []
         coming = self._in_flight_flags(query, others)
+        coming[FULL][query.here : computed] = b"\1" * max(computed - query.here, 0)
         sets = []
         for component_id in range(self._tree.width):
             there = _either(
@@ -328,16 +334,19 @@ class FetchPlanner:
         if hits.longest(lengths) <= query.base:
             return ReadChoice(None, self._miss_reason(full, limit, query), [], full, limit)
         stands, backups = self._ensure_ancestors_on_host(query)
-        while stands and (target := hits.longest(lengths)) > query.base:
+        while stands and (target := hits.longest(lengths)) > max(query.base, computed):
             room = self._take_slots(query, target, others, coming)
             if isinstance(room, StorageRead):
+                room.held = computed > 0
                 return ReadChoice(room, MissReason.NONE, backups, full, limit)
             lengths = hits.clamp(lengths, room)
         return ReadChoice(None, MissReason.HOST_CAPACITY, backups, full, limit)
 
     def _others(self, query: StorageQuery) -> list[tuple[StorageRead, int]]:
-        """Reads in flight that share a prefix with the query, and the number of pages shared."""
-        found = [(read, common_pages(read.query.digests, query.digests)) for read in self._in_flight]
+        """Reads in flight that share a prefix with the query, and the number of pages shared. Held ones are
+        left out: they end when another request has computed what comes before."""
+        reads = [read for read in self._in_flight if not read.held]
+        found = [(read, common_pages(read.query.digests, query.digests)) for read in reads]
         return [(read, shared) for read, shared in found if shared]
 
     def _in_flight_flags(
@@ -452,9 +461,21 @@ class FetchPlanner:
             The results of the reads committed by this call, in the order they began.
         """
         read.outcomes = outcomes
+        return self._commit_ready()
+
+    def release_held(self, read: StorageRead) -> list[ReadResult]:
+        """Commit a held read once it has arrived: the pages before it are in the tree, or never will be.
+
+        Returns:
+            As `deliver`.
+        """
+        read.held = False
+        return self._commit_ready()
+
+    def _commit_ready(self) -> list[ReadResult]:
         gained = []
         for other in list(self._in_flight):  # a read comes after those that it needs, so one pass is enough
-            if other.outcomes is not None and not other.needs:
+            if other.outcomes is not None and not (other.needs or other.held):
                 gained.append(self._commit(other, other.outcomes))
                 self._in_flight.remove(other)
                 self._committed(other)

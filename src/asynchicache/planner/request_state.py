@@ -71,6 +71,7 @@ class RequestState:
         fetched_pages: pages that the request's prefetch added to the match.
         sources: by pool and the tier they came from, the restored pages and states. `STORAGE` counts those
             that the request's prefetch brought.
+        split: tokens to compute before the rest of the prefix comes from storage; 0: none.
         transient: what it computes is not published.
         made_at: where the request was made, for reports.
         loaded: whether `load` was called.
@@ -112,6 +113,7 @@ class RequestState:
     stored_limit: int | None = None
     fetched_pages: int = 0
     sources: Counter[tuple[str, Tier]] = field(default_factory=Counter)
+    split: int = 0
     transient: bool = False
     made_at: str = ""
     loaded: bool = False
