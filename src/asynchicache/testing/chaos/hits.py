@@ -197,14 +197,15 @@ class HitOracle:
     def prefetching(self, request: Request, case: HitCase, *, patient: bool) -> Iterator[None]:
         """A request waits for storage. `patient`: as long as the policy allows."""
         self._begin(case)
-        refusals = self._refusals
+        refusals, answered = self._refusals, False
         try:
             yield
+            answered = True
         finally:
             self._waiting.remove(case)
             if not self._excused():  # also if it gave up: it may have learned what storage has
                 case.refused = self._refusals > refusals
-                self._answered(request, case, patient=patient)
+                self._answered(request, case, patient=patient and answered)
 
     def _begin(self, case: HitCase) -> None:
         case.began = self._clock()
