@@ -118,7 +118,10 @@ class ChaosEngine:
             return
         with self._promises.waiting() as gone:
             if await request.durable() and self._device.error is None:  # a failed device publishes nothing
-                path = self.hits.path(tokens, seed, len(tokens) // size)
+                state = request._state  # noqa: SLF001 - the kit looks inside
+                # Another request may have left a state there since, which this one did not ask about.
+                ends = state is not None and state.resumable
+                path = self.hits.path(tokens, seed, len(tokens) // size, ends=ends)
                 self._promises.made(DurablePrefix(self.identity, tenant, tuple(tokens)), path, gone)
 
     def verify(self, when: str) -> None:

@@ -318,17 +318,18 @@ class HitOracle:
             path = self.path(case.tokens, case.seed, request.hit.tokens // self._size)
             self.recency.restored(path, lambda key: self.costs.knows(key.pool, key.digest))
 
-    def path(self, tokens: array[int], seed: bytes, pages: int) -> StoredPath:
+    def path(self, tokens: array[int], seed: bytes, pages: int, *, ends: bool = True) -> StoredPath:
         """Keys of a prefix in the store, for pools that have memory to prefetch into; without the keys of its
-        end if memory no longer holds what the end needs."""
+        end if memory no longer holds what the end needs, or without `ends`."""
         digests = page_digests(tokens[: pages * self._size], self._size, seed)
         full = [self._keys(FULL, digest) for digest in digests]
         held = in_memory(self._tree, tokens, seed, pages)
-        ends = []
-        for component_id in range(1, self._tree.width) if longest(self._coverages, held) == pages else ():
+        needs = []
+        restorable = ends and longest(self._coverages, held) == pages
+        for component_id in range(1, self._tree.width) if restorable else ():
             first = max(pages - (self._coverages[component_id].pages or 0), 0)
-            ends += [key for digest in digests[first:] for key in self._keys(component_id, digest)]
-        return StoredPath(digests, full, ends)
+            needs += [key for digest in digests[first:] for key in self._keys(component_id, digest)]
+        return StoredPath(digests, full, needs)
 
     def _keys(self, component_id: int, digest: bytes) -> list[ObjectKey]:
         keys = [self._storage.key(pool, digest) for pool in self._state.sharing(component_id)]
