@@ -43,8 +43,8 @@ def tiering(folder: Path) -> dict[str, Any]:
         ("qwen3", [672, 736]),
         ("gemma3", [672, 736]),
         ("gpt_oss", [672, 736]),
-        ("qwen3_next", [512, 512]),
-        ("qwen3_5", [512, 512]),
+        ("qwen3_next", []),  # vLLM chooses blocks of 128 or 256, by the CPU's data types
+        ("qwen3_5", []),
     ],
 )
 def test_a_restart_finds_what_was_computed_and_answers_the_same(
@@ -58,7 +58,8 @@ def test_a_restart_finds_what_was_computed_and_answers_the_same(
         warm = second.ask_in_turn(PROMPTS)
 
     assert cached(computed) == [0, 0]
-    assert cached(warm) == cached(local) == blocks
+    assert cached(warm) == cached(local)
+    assert cached(local) == blocks or (not blocks and min(cached(local)) >= 512)
     assert tokens(warm) == tokens(local)
     if name not in GATED_DELTA_NETS:  # in bfloat16 a hit rounds otherwise
         assert tokens(local) == tokens(computed)
