@@ -10,6 +10,7 @@ from asynchicache.cache import Request
 from asynchicache.specs import ModelSpec
 from asynchicache.testing.chaos.clients import ChaosEngine, Forwards, PoolSlots
 from asynchicache.testing.chaos.script import HINTS, CacheSizes, ClientTurn, Life, Pace, Script
+from asynchicache.testing.chaos.workload import host_bytes
 from asynchicache.testing.paged import PagedMemory
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import WritePolicy
@@ -39,7 +40,9 @@ def _paged(life: Life, spec: ModelSpec) -> Life:
     policy = life.write_policy
     if policy is WritePolicy.WRITE_BACK:
         policy = WritePolicy.WRITE_THROUGH
-    shared = 2 * life.shared if life.layout.whole_slots else 0  # every pool needs some
+    shared = 0
+    if life.shared and life.layout.whole_slots:
+        shared = max(2 * life.shared, 2 * host_bytes(spec, sizes))  # else it would be refused
     return msgspec.structs.replace(
         life, sizes=sizes, write_policy=policy, steady=None, poor=None, paged=True, shared=shared
     )

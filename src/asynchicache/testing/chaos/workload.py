@@ -7,12 +7,13 @@ faults happen at once, no operation gets far enough to fail in a new way.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.sizing import slot_cost
+from asynchicache.specs import ModelSpec
 from asynchicache.testing.chaos.script import (
     HINTS,
     CacheSizes,
@@ -315,13 +316,16 @@ def _draw_life(
 
 def _draw_shared(chance: random.Random, model: ModelShape, sizes: dict[str, CacheSizes]) -> int:
     """Draw a host memory that all pools share, of about the bytes that their own slots would take."""
-    spec = model.spec()
-    own = sum(
+    return round(host_bytes(model.spec(), sizes) * chance.uniform(0.6, 1.6))
+
+
+def host_bytes(spec: ModelSpec, sizes: Mapping[str, CacheSizes]) -> int:
+    """Bytes of the pools' own host slots, with a window and two pages of each at least."""
+    return sum(
         max(sizes[pool.slots_of or pool.name].host, (pool.coverage.pages or 0) + 2)
         * slot_cost(pool, spec.page_size, host=True)
         for pool in spec.pools
     )
-    return round(own * chance.uniform(0.6, 1.6))
 
 
 def draw_sizes(chance: random.Random, model: ModelShape) -> dict[str, CacheSizes]:
