@@ -94,9 +94,7 @@ class Prefetcher:
         self._storage_writer = storage_writer
         self._commits: dict[StorageRead, asyncio.Future[ReadResult]] = {}
         self._readers: dict[StorageRead, _Prefetch] = {}
-        self._held: dict[
-            RequestState, StorageRead
-        ] = {}  # reads of the end of a prefix that is being computed
+        self._held: dict[RequestState, StorageRead] = {}  # for requests that compute the pages before
         self._late: set[StorageRead] = set()  # reads to whose slots an engine may still write
         self.pages_read = 0
         self.waits = Histogram()
