@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 
 from asynchicache import parts
+from asynchicache.pools.sizing import plan_slots
+from asynchicache.ranks import worker
 from asynchicache.ranks.follower import RankFollower
 from asynchicache.ranks.group import GroupStorage, GroupTransfers
-from asynchicache.ranks.leader import RankLeader
-from asynchicache.ranks.messages import EndAnswer, EpochEntry
+from asynchicache.ranks.handshake import Members
+from asynchicache.ranks.leader import Answers, RankAnswer, RankLeader
+from asynchicache.ranks.messages import (
+    EndAnswer,
+    EpochEntry,
+    Hello,
+    OutcomesAnswer,
+    PoolPages,
+    pack_outcomes,
+    unpack_outcomes,
+)
 from asynchicache.ranks.sharing import HostShare
 from asynchicache.testing.rank_chaos import draw_rank_script, run_rank_script, search_ranks
+from asynchicache.transfer.plan import Direction
+from asynchicache.types import Outcome
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -64,6 +78,85 @@ def a_copy_is_answered_before_it_has_landed(patch: pytest.MonkeyPatch) -> None:
 def the_leaders_outcomes_count(patch: pytest.MonkeyPatch) -> None:
     """R4 is off."""
     patch.setattr(GroupStorage, "_merged", lambda self, here, index, answers: here)
+
+
+def change_answers(patch: pytest.MonkeyPatch, call: str, change: Callable[[Outcome], Outcome]) -> None:
+    """Let the leader take other outcomes for those of its followers."""
+    ask = getattr(RankLeader, call)
+
+    def changed(one: RankAnswer) -> RankAnswer:
+        answer = one.answer
+        if isinstance(answer, OutcomesAnswer):
+            outcomes = [pack_outcomes(map(change, unpack_outcomes(some))) for some in answer.outcomes]
+            answer = msgspec.structs.replace(answer, outcomes=outcomes)
+        return RankAnswer(answer, one.late)
+
+    async def asked(self: RankLeader, pages: Sequence[PoolPages], seconds: float) -> Answers:
+        answers: Answers = await ask(self, pages, seconds)
+        return {rank: changed(one) for rank, one in answers.items()}
+
+    patch.setattr(RankLeader, call, asked)
+
+
+def the_leaders_reads_count(patch: pytest.MonkeyPatch) -> None:
+    """R4 is off for reads: a page has arrived once the leader has its part."""
+    change_answers(patch, "read", lambda one: Outcome.HIT)
+
+
+def late_reads_of_followers_have_arrived(patch: pytest.MonkeyPatch) -> None:
+    change_answers(patch, "read", lambda one: Outcome.HIT if one is Outcome.TIMEOUT else one)
+
+
+def stored_is_what_the_leader_has_stored(patch: pytest.MonkeyPatch) -> None:
+    """R4 is off for writes."""
+    change_answers(patch, "write", lambda one: Outcome.STORED)
+
+
+def a_page_is_written_before_its_backup_has_ended(patch: pytest.MonkeyPatch) -> None:
+    """R3 is off for backups: a follower may store a page that its copy has not brought yet."""
+    submit = GroupTransfers.submit
+
+    def early(self: GroupTransfers, operation, *, done, **others):  # type: ignore[no-untyped-def]
+        if operation.empty or self._leader.failure is not None or operation.direction is not Direction.BACKUP:
+            return submit(self, operation, done=done, **others)
+        self._leader.copy(operation, self._seconds, lambda error: None)
+        return self._here.submit(self._share.own_part(operation), done=done, **others)
+
+    patch.setattr(GroupTransfers, "submit", early)
+
+
+def a_rank_with_another_build_is_accepted(patch: pytest.MonkeyPatch) -> None:
+    join = Members.join
+
+    def accept(self: Members, hello: Hello) -> None:
+        join(self, msgspec.structs.replace(hello, build=dict(self._build)))
+
+    patch.setattr(Members, "join", accept)
+
+
+def a_rank_has_memory_of_its_own_size(patch: pytest.MonkeyPatch) -> None:
+    """A follower allocates what it has proposed, not what was agreed."""
+    open_worker = worker._open
+
+    async def own_size(
+        stack, kept, spec, config, hand, port, device, storage, limits, rank, welcome, *, owned
+    ):  # type: ignore[no-untyped-def]
+        slots = plan_slots(spec, config, parts.free_memory(device))
+        mine = msgspec.structs.replace(welcome, slots=slots)
+        return await open_worker(
+            stack, kept, spec, config, hand, port, device, storage, limits, rank, mine, owned=owned
+        )
+
+    patch.setattr(worker, "_open", own_size)
+
+
+def the_host_size_is_not_the_least(patch: pytest.MonkeyPatch) -> None:
+    agreed = Members.agreed
+
+    def leaders(self: Members) -> dict[str, tuple[int, int]]:
+        return {name: (device, self._slots[name][1]) for name, (device, _) in agreed(self).items()}
+
+    patch.setattr(Members, "agreed", leaders)
 
 
 def messages_overtake_each_other(patch: pytest.MonkeyPatch) -> None:
@@ -119,6 +212,13 @@ PLANTS: dict[Plant, int] = {
     copies_do_not_wait_for_compute: 1,
     a_copy_is_answered_before_it_has_landed: 1,
     the_leaders_outcomes_count: 26,
+    the_leaders_reads_count: 26,
+    late_reads_of_followers_have_arrived: 26,
+    stored_is_what_the_leader_has_stored: 26,
+    a_page_is_written_before_its_backup_has_ended: 1,
+    a_rank_with_another_build_is_accepted: 11,
+    a_rank_has_memory_of_its_own_size: 1,
+    the_host_size_is_not_the_least: 1,
     messages_overtake_each_other: 7,
     a_lost_rank_is_not_noticed: 1,
     one_rank_keeps_the_old_weights: 77,

@@ -19,12 +19,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
+
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions, PrefetchPolicy
 from asynchicache.controller.request import Request
 from asynchicache.errors import BusyError, CapacityError, RankError, StorageError, TransferError
 from asynchicache.hashing import namespace_seed, page_digests
+from asynchicache.layouts import HostLayout
 from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.options import RankLimits
 from asynchicache.ranks.worker import RankWorker
@@ -36,6 +39,7 @@ from asynchicache.testing.chaos.run import collection_watched, warnings_watched
 from asynchicache.testing.chaos.search import BATCH, carry_out, quick_collection
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.testing.oracle import ByteOracle
+from asynchicache.testing.rank_oracles import wrong_sizes, wrongly_marked
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import WritePolicy, token_array
@@ -49,6 +53,7 @@ MAX_STEPS = 400_000
 _TOKEN = "secret"  # noqa: S105 - of groups that live in one loop
 _FAMILIES = (("kv",), ("kv", "mamba"), ("kv", "swa"), ("kv", "mamba", "swa"), ("kv", "dsa"))
 _WEIGHTS = ("test", "other")
+_MISFITS = ("page_size", "weight_version", "salt", "host_layout")
 _HOPELESS = (CapacityError, BusyError)
 
 
@@ -143,7 +148,7 @@ class RankMirror:
         self.cache = cache
         self.group = group
         self.violations: list[str] = []
-        self._workers = workers
+        self.workers = workers
         self._chance = chance
         self._ranks: tuple[HybridCache | RankWorker, ...] = (cache, *workers)
         self._known: dict[str, list[ByteOracle]] = {}
@@ -219,7 +224,7 @@ class RankMirror:
         reads: Sequence[RankSlots],
         writes: Sequence[RankSlots],
     ) -> None:
-        worker = self._workers[rank - 1]
+        worker = self.workers[rank - 1]
         await asyncio.sleep(self._chance.expovariate(5e3))
         with suppress(RankError, TransferError):  # the group has failed; nothing it computes is used
             async with worker.forward(step, self._streams[rank]) as applied:
@@ -287,6 +292,7 @@ class RankScript:
         how: how it is lost: "closed", "silent" or "damaged".
         updates: how often the weights change in each life.
         write_policy: of the cache.
+        misfit: in what the last rank differs from the others when it first tries to join; empty: in nothing.
     """
 
     seed: int
@@ -306,6 +312,7 @@ class RankScript:
     how: str
     updates: int
     write_policy: WritePolicy
+    misfit: str
 
 
 def draw_rank_script(seed: int) -> RankScript:
@@ -333,6 +340,7 @@ def draw_rank_script(seed: int) -> RankScript:
         how=chance.choice(("closed", "silent", "damaged")),
         updates=chance.choice((1, 2)) if chance.random() < 0.3 else 0,
         write_policy=chance.choice(tuple(WritePolicy)),
+        misfit=chance.choice(_MISFITS) if chance.random() < 0.1 else "",
     )
 
 
@@ -393,6 +401,8 @@ async def _lives(script: RankScript, report: RankReport, world: SeededWorld) -> 
     prompts: list[list[int]] = []
     promised: dict[tuple[str, tuple[int, ...]], int] = {}
     weights = _WEIGHTS[0]
+    if script.misfit:
+        await _RankLife(script, report, world, stores, prompts, promised, weights).be_refused()
     for life in range(script.lives):
         last = life == script.lives - 1
         one = _RankLife(script, report, world, stores, prompts, promised, weights)
@@ -411,6 +421,14 @@ def _spec(script: RankScript) -> ModelSpec:
     spec = synthetic_spec(PAGE, script.pools)
     pools = [replace(pool, replicated=pool.name in script.replicated) for pool in spec.pools]
     return replace(spec, pools=tuple(pools))
+
+
+def _misfit(spec: ModelSpec, config: CacheConfig, name: str) -> tuple[ModelSpec, CacheConfig]:
+    """The model and options of a rank that differs in one thing that all must agree on."""
+    if name == "page_size":
+        return replace(spec, page_size=2 * PAGE), config
+    other = HostLayout.LAYER_FIRST if name == "host_layout" else "misfit"
+    return spec, msgspec.structs.replace(config, **{name: other})
 
 
 class _RankLife:
@@ -438,14 +456,27 @@ class _RankLife:
         self._faults: list[Faulty] = []
         self._devices: list[EmulatedDevice] = []
         self._calm = False
+        self._misfit = ""
         # Storage that lies about what it has, or loses it, breaks promises that the cache cannot keep.
         self._honest = script.forgets < 0 and not any(rates.lie for rates in script.rates)
+
+    async def be_refused(self) -> None:
+        """Open with a rank that does not fit: no group may form."""
+        self._misfit, refused = self._script.misfit, False
+        async with AsyncExitStack() as stack:
+            try:
+                await self._open(stack)
+            except* RankError:
+                refused = True
+        if not refused:
+            self._report.violations.append(f"a rank with another {self._misfit} was accepted")
 
     async def run(self, *, lose: bool, last: bool) -> str:
         """Live; returns the weights in the end."""
         self._calm = last and self._script.calm
         async with AsyncExitStack() as stack:
             mirror = await self._open(stack)
+            self._report.violations += wrong_sizes(mirror.cache, mirror.workers, self._script.slots)
             if self._honest and self._calm:
                 await self._ask_promised(mirror)
             tasks = [
@@ -501,9 +532,12 @@ class _RankLife:
         return RankMirror(group, cache, workers, self._devices, world.random)
 
     async def _follow(self, stack: AsyncExitStack, rank: int, joined: dict[int, RankWorker]) -> None:
+        spec, config = self._spec, self._config(rank)
+        if rank == self._script.ranks - 1 and self._misfit:
+            spec, config = _misfit(spec, config, self._misfit)
         joining = RankWorker.join(
-            self._spec,
-            self._config(rank),
+            spec,
+            config,
             "unix:of-a-test",
             _TOKEN,
             limits=LIMITS,
@@ -552,6 +586,7 @@ class _RankLife:
             if weights == self._weights
         ]
         for prompt, length in of_these[-2:]:
+            await mirror.cache.drain()  # copies of the prompt before lock host slots that this one may need
             with suppress(*_HOPELESS):
                 hit, _ = await mirror.serve([*prompt, 1])
                 if hit < length:
@@ -598,6 +633,8 @@ class _RankLife:
             open_operations = len(mirror.group.leader)
             if open_operations:
                 self._report.violations.append(f"{open_operations} operations of ranks are still open")
+            if not self._script.updates and not any(rates.lie for rates in self._script.rates):
+                self._report.violations += wrongly_marked(mirror.cache, self._stores)
 
     def _may_leak(self) -> bool:
         """Whether slots may be lost for good: to a storage call that had not ended when storage was closed,
