@@ -79,7 +79,7 @@ class CacheConfig(SizeOptions, frozen=True, kw_only=True):
         eviction: `size`, `lru` or `fifo`, for attention pages, or a class as `package.module:Class`, see
             `tree.policies`. Default: `size`.
         checkpoints: where recurrent states are kept: `prompt`, `output`, `branch` and a spacing in tokens,
-            joined by `+`, or `none`; see `controller.checkpoints`. Default: `prompt+output+branch`.
+            joined by `+`, or `none`; see `planner.checkpoints`. Default: `prompt+output+branch`.
         prefetch: how long a request waits for storage, see `planner.options.PrefetchOptions`.
         storage: name of a backend, or None for two tiers. Default: None.
         storage_options: the backend's own.

@@ -76,7 +76,7 @@ class MissReason(Enum):
     """Why a request got a shorter hit than possible."""
 
     NONE = "none"  # nothing was missed
-    COLD = "cold"  # this prefix was never computed
+    COLD = "cold"  # this prefix was never computed, or is no longer cached
     STATE = "state"  # attention pages reach further than any recurrent state
     WINDOW = "window"  # attention pages reach further than the sliding window's pages
     HOST_CAPACITY = "host_capacity"  # no host slots for pages in storage
@@ -84,7 +84,7 @@ class MissReason(Enum):
     DEADLINE = "deadline"  # storage did not deliver in time
     STORAGE_FAILED = "storage_failed"  # storage failed or refused
     CORRUPT = "corrupt"  # storage returned other bytes than were written
-    TRANSFER_FAILED = "transfer_failed"  # a copy between device and host failed
+    TRANSFER_FAILED = "transfer_failed"  # the device, or a copy between it and the host, failed
     WEIGHTS = "weights"  # the weights changed between match and load
     CHEAPER_TO_COMPUTE = "cheaper_to_compute"  # reading from storage would have taken longer; not a miss
     CLOSED = "closed"  # the cache was closing
