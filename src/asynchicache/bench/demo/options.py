@@ -22,7 +22,7 @@ class DemoOptions(CommandOptions, frozen=True):
         ConfigError: a value is outside its rule.
     """
 
-    num_clients: Annotated[Positive, about("conversations")] = 10
+    num_clients: Annotated[Positive, about("conversations")] = 6
     num_rounds: Annotated[Positive, about("turns of each conversation")] = 12
     request_length: Annotated[Positive, about("new prompt tokens of a turn")] = 32
     output_length: Annotated[int, Meta(ge=2), about("tokens generated in a turn")] = 32
