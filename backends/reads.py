@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator, Sequence
 
-_MOST_IDLE = 3  # consecutive reads without progress before the end of the file
+_MAX_IDLE = 3  # consecutive reads without progress before the end of the file
 
 
 def read_fully(
@@ -37,7 +37,7 @@ def read_fully(
         whole = done - done % block
         came = whole + read(list(_rest(views, whole)), offset + whole)
         idle = 0 if came > done else idle + 1
-        if idle == _MOST_IDLE:
+        if idle == _MAX_IDLE:
             raise OSError(errno.EIO, "reads end before the file does")
         done = max(done, came)
     return done

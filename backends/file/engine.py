@@ -36,8 +36,8 @@ _FINE_BYTES = 4 << 20
 """The same for a lone read: smaller hops read concurrently and use more than one core for checksums."""
 _BUSY_HOPS = 3
 """Number of hops that keeps the disk and two cores busy."""
-_MOST_PUTS = 4
-_MOST_SEALS = 4
+_MAX_PUTS = 4
+_MAX_SEALS = 4
 
 Mover = Callable[[int, Sequence[memoryview]], int]
 
@@ -60,7 +60,7 @@ class WriteLimits(NamedTuple):
     def of(cls, processors: int) -> Self:
         """The limits for a machine with that many processors."""
         return cls(
-            asyncio.Semaphore(_MOST_PUTS), threading.Semaphore(max(1, min(_MOST_SEALS, processors // 2)))
+            asyncio.Semaphore(_MAX_PUTS), threading.Semaphore(max(1, min(_MAX_SEALS, processors // 2)))
         )
 
 

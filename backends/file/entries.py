@@ -18,7 +18,7 @@ from asynchicache.backends.file.shape import ENTRY_BYTES
 
 _ENTRY = Struct("<32sQQ8s")  # page digest, stamp, mark, page checksum; the entry's own checksum follows
 _EMPTY = bytes(ENTRY_BYTES)
-_MOST_STAMP = 1 << 62  # more pages than any disk will ever store
+_MAX_STAMP = 1 << 62  # more pages than any disk will ever store
 
 
 class SlotEntry(NamedTuple):
@@ -122,7 +122,7 @@ def _used(data: memoryview) -> list[int]:
 def _parse(slot: int, raw: bytes, identity: bytes) -> SlotEntry | None:
     digest, stamp, mark, checksum = _ENTRY.unpack_from(raw)
     entry = SlotEntry(stamp, slot, digest, mark, checksum)
-    return entry if _pack(entry, identity) == raw and max(stamp, mark) < _MOST_STAMP else None
+    return entry if _pack(entry, identity) == raw and max(stamp, mark) < _MAX_STAMP else None
 
 
 def _pack(entry: SlotEntry, identity: bytes) -> bytes:

@@ -20,8 +20,8 @@ from asynchicache.hashing import shard_text
 
 _MAGIC = "asynchicache file store"
 _VERSION = 4
-_MOST_FORMAT_BYTES = 4096
-_MOST_DIGITS = 9  # of a version; Python's `int` rejects strings of thousands of digits
+_MAX_FORMAT_BYTES = 4096
+_MAX_DIGITS = 9  # of a version; Python's `int` rejects strings of thousands of digits
 _FORMAT = "FORMAT"
 _FORMAT_DRAFT = "FORMAT.new"
 _LOCK = "LOCK"
@@ -126,7 +126,7 @@ class StoreFolder:
         for name in sorted(_OURS):
             check_file(self.path / name)
         try:
-            text = read_small(self.path / _FORMAT, _MOST_FORMAT_BYTES).decode()
+            text = read_small(self.path / _FORMAT, _MAX_FORMAT_BYTES).decode()
         except FileNotFoundError:
             self._check_empty()
         except (UnicodeDecodeError, OverflowError):
@@ -146,7 +146,7 @@ class StoreFolder:
 
     def _check_version(self, text: str) -> None:
         magic, _, version = text.strip().rpartition(" ")
-        if magic != _MAGIC or not version.isdecimal() or len(version) > _MOST_DIGITS:
+        if magic != _MAGIC or not version.isdecimal() or len(version) > _MAX_DIGITS:
             raise StorageFormatError(self._foreign())
         if int(version) != _VERSION:
             newer = int(version) > _VERSION

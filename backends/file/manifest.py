@@ -22,7 +22,7 @@ from asynchicache.layouts import ALIGNMENT, round_up
 from asynchicache.storage.protocol import PoolBinding
 
 _FINGERPRINT_BYTES = 32
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,7 +90,7 @@ def read(path: Path) -> Manifest:
     """
     check_file(path)
     try:
-        return parse(read_small(path, _MOST_BYTES), path)
+        return parse(read_small(path, _MAX_BYTES), path)
     except OverflowError as error:
         raise _damaged(path, str(error)) from error
 

@@ -18,13 +18,13 @@ from asynchicache.backends.file.segment import Segment
 from asynchicache.backends.file.shape import SegmentShape
 from asynchicache.errors import StorageFormatError
 
-_MOST_VIEWS = 1000  # IOV_MAX is 1,024 on Linux
-_MOST_BYTES = 32 << 20  # half of the bytes in flight: the disk writes one half while the other is prepared
+_MAX_VIEWS = 1000  # IOV_MAX is 1,024 on Linux
+_MAX_BYTES = 32 << 20  # half of the bytes in flight: the disk writes one half while the other is prepared
 _LONG_BYTES = 8 << 20
 _LONG_READS = 2
 _FIRST_BYTES = 1 << 20
 _LARGEST_BYTES = 256 << 20
-_MOST_MISSING = 64  # with more files missing, the one with the highest number is not ours
+_MAX_MISSING = 64  # with more files missing, the one with the highest number is not ours
 ASK_AGAIN_SECONDS = 30.0
 """How long a pool waits after the disk refused to let it grow, unless space was freed in the meantime."""
 
@@ -64,7 +64,7 @@ class Segments:
     ) -> None:
         self.shape = SegmentShape.of(slot_bytes)
         self.identity = identity
-        self.most_slots = max(1, min(_MOST_VIEWS, _MOST_BYTES // slot_bytes))
+        self.most_slots = max(1, min(_MAX_VIEWS, _MAX_BYTES // slot_bytes))
         self._folder = folder
         self._read_only = read_only
         self._direct = direct
@@ -289,7 +289,7 @@ def _count(folder: Path) -> int:
     numbers = [int(path.stem) for path in folder.glob("[0-9][0-9][0-9][0-9][0-9].pages")]
     count = max(numbers, default=-1) + 1
     missing = count - len(numbers)
-    if missing > _MOST_MISSING:
+    if missing > _MAX_MISSING:
         last = segment_path(folder, count - 1)
         raise StorageFormatError(f"{last} is no file of ours: {missing} before it are missing; remove it")
     return count

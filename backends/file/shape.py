@@ -13,7 +13,7 @@ ENTRY_BYTES = 64
 """Bytes of an entry, which says what a slot holds; no entry crosses a sector."""
 
 _SEGMENT_BYTES = 4 << 30
-_FEWEST_SLOTS, _MOST_SLOTS = 64, 4096
+_FEWEST_SLOTS, _MAX_SLOTS = 64, 4096
 _CACHE_PAGE = 1 << 16  # the largest page size of a page cache, so that no cache page holds entries and a slot
 
 
@@ -33,7 +33,7 @@ class SegmentShape(NamedTuple):
     @classmethod
     def of(cls, slot_bytes: int) -> SegmentShape:
         wanted = round_up(_SEGMENT_BYTES // slot_bytes, _FEWEST_SLOTS)
-        slots = min(max(wanted, _FEWEST_SLOTS), _MOST_SLOTS)
+        slots = min(max(wanted, _FEWEST_SLOTS), _MAX_SLOTS)
         return cls(slot_bytes, slots, round_up(slots * ENTRY_BYTES, _CACHE_PAGE))
 
     def file_bytes(self, slots: int) -> int:

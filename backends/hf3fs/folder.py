@@ -10,7 +10,7 @@ from asynchicache.errors import StorageError, StorageFormatError
 _MARKER = "STORE"
 _MAGIC = "asynchicache hf3fs store"
 _FORMAT = 1
-_MOST_DIGITS = 9  # of a version; Python refuses to parse integers of thousands of digits
+_MAX_DIGITS = 9  # of a version; Python refuses to parse integers of thousands of digits
 
 
 def claim_folder(folder: Path, store: str) -> None:
@@ -56,7 +56,7 @@ def _write_marker(marker: Path, store: str) -> None:
 
 def _check_marker(marker: Path, store: str) -> None:
     magic, found, owner = _parse(marker.read_text("utf-8"))
-    if magic != _MAGIC or not found.isdecimal() or len(found) > _MOST_DIGITS:
+    if magic != _MAGIC or not found.isdecimal() or len(found) > _MAX_DIGITS:
         raise StorageFormatError(f"{marker} is no marker of hf3fs; give an empty or new folder")
     if int(found) != _FORMAT:
         raise StorageFormatError(

@@ -17,8 +17,8 @@ from asynchicache.types import Outcome
 
 logger = logging.getLogger(__name__)
 
-_MOST_FRAMES = 500  # each has two views, and IOV_MAX is 1,024 on Linux
-_MOST_BYTES = 64 << 20
+_MAX_FRAMES = 500  # each has two views, and IOV_MAX is 1,024 on Linux
+_MAX_BYTES = 64 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 _Io = Callable[[int, Sequence[memoryview], int], int]
@@ -35,7 +35,7 @@ class PosixPath:
     def __init__(self, file: DataFile, binding: PoolBinding) -> None:
         self._file = file
         self._binding = binding
-        self._most = max(1, min(_MOST_FRAMES, _MOST_BYTES // file.frame_bytes))
+        self._most = max(1, min(_MAX_FRAMES, _MAX_BYTES // file.frame_bytes))
         self._broken = False
         self._syncing = threading.Lock()
         self._syncs_begun = self._synced_up_to = 0

@@ -12,7 +12,7 @@ from asynchicache.backends.mooncake.options import MooncakeOptions
 from asynchicache.backends.mooncake.store import MooncakeStore, reach
 from asynchicache.errors import StorageError
 
-_MOST_ERRORS = 3
+_MAX_ERRORS = 3
 _SCRIPT = Path(__file__).with_name("trial_join.py")
 
 
@@ -93,5 +93,5 @@ def try_to_join(options: MooncakeOptions) -> None:
 
 def _cannot_join(options: MooncakeOptions, reason: str, log: bytes | None) -> str:
     lines = (log or b"").decode(errors="replace").splitlines()
-    errors = [line for line in lines if line.startswith("E")][:_MOST_ERRORS] or lines[-_MOST_ERRORS:]
+    errors = [line for line in lines if line.startswith("E")][:_MAX_ERRORS] or lines[-_MAX_ERRORS:]
     return f"cannot join the cluster of {options.master} with {options.setup()}: {reason} {errors}"

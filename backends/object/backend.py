@@ -22,8 +22,8 @@ from asynchicache.storage.protocol import PoolBinding
 _FORMAT = "FORMAT"
 _MAGIC, _VERSION = "asynchicache object store", 1
 _OURS = f"{_MAGIC} {_VERSION}\n".encode()
-_MOST_FORMAT_BYTES = 100
-_MOST_NAME_BYTES = 1024
+_MAX_FORMAT_BYTES = 100
+_MAX_NAME_BYTES = 1024
 """Of an object's name, with the prefix: what S3, Google Cloud Storage and Azure allow."""
 _POOL_FOLDER = re.compile(r"[0-9a-f]{32}\.[a-z0-9_]+(\.[0-9a-z_-]+)?")
 
@@ -78,10 +78,10 @@ class ObjectBackend:
         key = ObjectKey(binding.fingerprint, bytes(32), binding.pool, binding.shard)
         prefix = getattr(self._store, "prefix", None)  # a folder and memory have none, and other limits
         size = len(f"{prefix}/{page_path(key)}".encode())
-        if prefix is not None and size > _MOST_NAME_BYTES:
+        if prefix is not None and size > _MAX_NAME_BYTES:
             raise StorageError(
                 f"{self._options.url} cannot be used: with it names of objects have {size} bytes, "
-                f"{_MOST_NAME_BYTES} are allowed: give a shorter prefix"
+                f"{_MAX_NAME_BYTES} are allowed: give a shorter prefix"
             )
 
     async def _prepare(self, engine: ObjectEngine) -> None:
@@ -120,7 +120,7 @@ class ObjectBackend:
             answer = await obstore.get_async(self._store, _FORMAT)
         except FileNotFoundError:
             return None
-        if answer.meta["size"] > _MOST_FORMAT_BYTES:
+        if answer.meta["size"] > _MAX_FORMAT_BYTES:
             return b""
         return bytes(await answer.bytes_async())
 

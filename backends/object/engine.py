@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CALL_BYTES = 64 << 20
-_MOST_PAGES = 128
+_MAX_PAGES = 128
 _PIECE_BYTES = 1 << 20
 """Copied in one step of the loop; a tenth of a millisecond."""
 
@@ -67,7 +67,7 @@ class ObjectEngine:
             durable=options.scheme != "memory",
             checks=True,
             shared=True,
-            batch_pages=max(1, min(_MOST_PAGES, _CALL_BYTES // self._frame_bytes)),
+            batch_pages=max(1, min(_MAX_PAGES, _CALL_BYTES // self._frame_bytes)),
         )
 
     async def load_index(self) -> None:

@@ -20,7 +20,7 @@ from asynchicache.storage.protocol import PoolBinding
 T = TypeVar("T")
 
 _MAGIC, _VERSION = b"asynchicache redis store", 1
-_MOST_VALUE_BYTES = 512 << 20  # `proto-max-bulk-len` of Redis, unless it is configured otherwise
+_MAX_VALUE_BYTES = 512 << 20  # `proto-max-bulk-len` of Redis, unless it is configured otherwise
 _SCAN_KEYS = 1000
 _CLUSTER = frozenset({"MOVED", "ASK", "CROSSSLOT", "CLUSTERDOWN"})
 
@@ -100,9 +100,9 @@ class RedisBackend:
     @staticmethod
     def _check_size(binding: PoolBinding) -> None:
         size = binding.header_bytes + binding.page_bytes
-        if size > _MOST_VALUE_BYTES:
+        if size > _MAX_VALUE_BYTES:
             raise StorageError(
-                f"pool {binding.pool!r}: a page of {size} bytes is above {_MOST_VALUE_BYTES}, the most that "
+                f"pool {binding.pool!r}: a page of {size} bytes is above {_MAX_VALUE_BYTES}, the most that "
                 "Redis stores under a key: use smaller pages, or another engine"
             )
 

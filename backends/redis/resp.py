@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from asynchicache.errors import StorageError
 
 NEWLINE = b"\r\n"
-_MOST_DIGITS = 19  # of a 64-bit integer
+_MAX_DIGITS = 19  # of a 64-bit integer
 
 
 class ProtocolError(StorageError):
@@ -62,7 +62,7 @@ def integer(digits: bytes) -> int:
         ProtocolError: it is not a 64-bit integer as RESP writes it.
     """
     unsigned = digits.removeprefix(b"-")
-    if not unsigned.isdigit() or len(unsigned) > _MOST_DIGITS:
+    if not unsigned.isdigit() or len(unsigned) > _MAX_DIGITS:
         raise ProtocolError(f"{digits[:40]!r} is no integer")
     return int(digits)
 

@@ -463,13 +463,13 @@ class HybridCache:
             if version == self.config.weight_version:
                 return
             had, controller = bool(self._parts.stored), self._controller
-            controller.planner.retire()
+            controller.planner.reset()
             await controller.storage_writer.detach()
             with suppress(TimeoutError):  # what is left can reach neither the tree nor storage
                 async with asyncio.timeout(self.config.close_seconds):
                     await controller.executor.settled()
             controller.storage_writer.forget_uses()
-            controller.planner.retire()  # also what was published or read meanwhile
+            controller.planner.reset()  # also what was published or read meanwhile
             self.config = msgspec.structs.replace(self.config, weight_version=version)
             if self._parts.group is not None:
                 await self._parts.group.update_weights(version)

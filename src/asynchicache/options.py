@@ -30,9 +30,9 @@ Positive: TypeAlias = Annotated[int, Meta(gt=0)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 
-MOST = sys.float_info.max
-"""The bound of a number that must be finite: `Meta(le=MOST)`."""
-FiniteSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=MOST)]
+LARGEST_FLOAT = sys.float_info.max
+"""The bound of a number that must be finite: `Meta(le=LARGEST_FLOAT)`."""
+FiniteSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=LARGEST_FLOAT)]
 
 
 _SECRETS = frozenset({"password", "storage_options"})
@@ -278,11 +278,11 @@ def _words(kind: kinds.Type) -> str:
 
 
 def _bounds(kind: kinds.IntType | kinds.FloatType) -> str:
-    if kind.ge is not None and kind.le not in (None, MOST):
+    if kind.ge is not None and kind.le not in (None, LARGEST_FLOAT):
         return f" from {kind.ge:g} to {kind.le:g}"
     least = "" if kind.gt is None else f" above {kind.gt:g}"
     least = least if kind.ge is None else f" of at least {kind.ge:g}"
-    most = "" if kind.le is None else "finite" if kind.le == MOST else f"at most {kind.le:g}"
+    most = "" if kind.le is None else "finite" if kind.le == LARGEST_FLOAT else f"at most {kind.le:g}"
     return f"{least} and {most}" if least and most else least or most
 
 

@@ -12,7 +12,7 @@ from asynchicache.errors import ConfigError
 from asynchicache.hashing import pool_fingerprint
 from asynchicache.layouts import SlotLayout
 from asynchicache.pools.host import HostPool
-from asynchicache.pools.memory import memory_budget
+from asynchicache.pools.memory import process_memory
 from asynchicache.pools.sizing import FreeMemory
 from asynchicache.ports import Port
 from asynchicache.specs import ModelSpec
@@ -44,7 +44,7 @@ def open_device(config: CacheConfig) -> Device:
 
 def free_memory(device: Device) -> FreeMemory:
     """Free memory of a device and of its host."""
-    host = memory_budget().available
+    host = process_memory().available
     if device.name == "cpu":
         return FreeMemory(host, host, shared=True)
     return FreeMemory(torch.cuda.mem_get_info(device.name)[0], host, shared=False)

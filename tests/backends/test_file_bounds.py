@@ -39,7 +39,7 @@ REJECTED = Outcome.REJECTED
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of 64 slots, so that a few pages need several; their entries are one block."""
-    monkeypatch.setattr(shape, "_MOST_SLOTS", 64)
+    monkeypatch.setattr(shape, "_MAX_SLOTS", 64)
     monkeypatch.setattr(shape, "_CACHE_PAGE", 4096)
 
 

@@ -20,7 +20,7 @@ from asynchicache.backends.hf3fs.metadata import messages as m
 from asynchicache.backends.hf3fs.metadata.__main__ import main
 from asynchicache.backends.hf3fs.metadata.client import MetadataClient, MetadataNamespace
 from asynchicache.backends.hf3fs.metadata.database import FILE
-from asynchicache.backends.hf3fs.metadata.service import MOST_BODY_BYTES
+from asynchicache.backends.hf3fs.metadata.service import MAX_BODY_BYTES
 from asynchicache.backends.hf3fs.metadata.store import MetadataStore
 from asynchicache.errors import (
     ConfigError,
@@ -167,7 +167,7 @@ async def test_what_a_killed_client_had_reserved_returns(
         ("{kv}/dance", {"keys": []}, 400, "dance"),
         ("{kv}/exists", {"keys": ["short"]}, 400, "keys"),
         ("{kv}/exists", {"keys": "0" * 64}, 400, "keys"),
-        ("{kv}/exists", {"keys": ["0" * 64] * (m.MOST_KEYS + 1)}, 400, "keys"),
+        ("{kv}/exists", {"keys": ["0" * 64] * (m.MAX_KEYS + 1)}, 400, "keys"),
         ("{kv}/exists", [], 400, "object"),
         ("{kv}/reserve", {"keys": ["0" * 64], "token": "me"}, 400, "token"),
         ("{kv}/reserve", {"keys": ["0" * 64, "0" * 64], "token": TOKEN}, 400, "twice"),
@@ -194,12 +194,12 @@ def test_bad_input_is_refused_and_named(
 
 
 def test_bodies_that_are_too_long_or_no_json_are_refused(standing: str) -> None:
-    long = httpx.post(f"{standing}/v1/open", content=b" " * (MOST_BODY_BYTES + 1), trust_env=False)
+    long = httpx.post(f"{standing}/v1/open", content=b" " * (MAX_BODY_BYTES + 1), trust_env=False)
     garbage = httpx.post(f"{standing}/v1/open", content=b"\xff\x00{", trust_env=False)
     no_text = httpx.post(f"{standing}/v1/open", content=b'{"name": "\xff"}', trust_env=False)
 
     assert (long.status_code, garbage.status_code, no_text.status_code) == (400, 400, 400)
-    assert str(MOST_BODY_BYTES) in long.text
+    assert str(MAX_BODY_BYTES) in long.text
 
 
 def test_the_status_names_what_is_held(url: str) -> None:

@@ -121,7 +121,7 @@ async def test_a_file_that_cannot_be_written_is_named(tmp_path: Path):
 
 @pytest.mark.asyncio
 async def test_a_recorder_that_cannot_keep_up_drops_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("asynchicache.controller.recorder._MOST_WAITING_BYTES", 4 * 8 * 4)
+    monkeypatch.setattr("asynchicache.controller.recorder._MAX_WAITING_BYTES", 4 * 8 * 4)
     async with HybridCache.open(SPEC, CONFIG) as cache:
         recorder = cache.record(tmp_path / "t")
         await serve(cache, list(range(20)))

@@ -205,10 +205,10 @@ async def test_storage_that_hangs_for_ever_holds_up_nobody():
                 await request.reserve(100)
         await cache.drain()
         assert cache.verify() == []
-        assert any(any(node.pins) for node in _nodes(cache))  # the engine may still read them
+        assert any(any(node.locks) for node in _nodes(cache))  # the engine may still read them
         backend.rates = FaultRates()
         backend.release()
-        await _until(lambda: not any(any(node.pins) for node in _nodes(cache)))
+        await _until(lambda: not any(any(node.locks) for node in _nodes(cache)))
         assert cache.verify() == []
 
 

@@ -82,7 +82,7 @@ def a_state_without_pages(opened: Opened) -> None:
 
 
 def a_pin_of_nobody(opened: Opened) -> None:
-    opened.state.tree.pin_for([], opened.node(), FULL_DEVICE)
+    opened.state.tree.lock_for([], opened.node(), FULL_DEVICE)
 
 
 def a_candidate_that_is_none(opened: Opened) -> None:
@@ -157,7 +157,7 @@ async def damaged(plant: Plant, words: str, world: SeededWorld) -> None:
         (a_node_with_pages_nowhere, "has full pages nowhere"),
         (a_host_copy_without_its_parents, "has full pages in HOST and its parent has not"),
         (a_state_without_pages, "has component 1 in DEVICE without full pages"),
-        (a_pin_of_nobody, "pins at place 0, leases hold"),
+        (a_pin_of_nobody, "locks at place 0, leases hold"),
         (a_candidate_that_is_none, "is no candidate at place 1"),
         (digests_of_other_tokens, "has digests that its tokens do not give"),
         (a_slot_given_back_under_a_copy, "is free, and a load uses it"),

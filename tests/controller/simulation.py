@@ -120,8 +120,8 @@ class Simulation:
         return request
 
     def prefetch(self, request: RequestState, fail: float = 0.0) -> None:
-        reader = self.planner.fetches
-        query = reader.ask(request.tokens, request.seed)
+        reader = self.planner.prefetches
+        query = reader.make_query(request.tokens, request.seed)
         if query is None:
             return
         present = {

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from asynchicache.controller.digests import DIGESTS_A_TURN, complete_digests, sliced_digests
-from asynchicache.controller.event_encoder import TreeEvents
 from asynchicache.controller.event_hub import EventHub, EventSubscription
 from asynchicache.controller.namespaces import Namespaces
+from asynchicache.controller.tree_events import TreeEvents
 from asynchicache.events import CacheEvent, EventsDropped, PagesRemoved, PagesStored, TiersCleared
 from asynchicache.hashing import page_digests
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, Node, place_of

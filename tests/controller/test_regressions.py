@@ -221,9 +221,9 @@ def test_slots_of_a_late_write_are_kept():
     sim.planner.backups.write_finished(work, stored=False, late=True)
     (node,) = sim.planner.state.tree.nodes()
     assert node.stored == 0
-    assert node.pins[FULL_HOST]
+    assert node.locks[FULL_HOST]
     sim.planner.backups.finish(work)
-    assert not node.pins[FULL_HOST]
+    assert not node.locks[FULL_HOST]
     sim.verify()
 
 
@@ -238,12 +238,12 @@ def test_a_partial_backup_before_a_read_is_carried_out():
     slots = {"kv": (64, 2)}
     sim = Simulation(random.Random(0), states=False, slots=slots, policy=WritePolicy.WRITE_BACK)
     _publish(sim, [1, 2, 3, 4, 5, 6], 2, 6)
-    query = sim.planner.fetches.ask(sim.open([*range(1, 9), 9]).tokens, b"")
+    query = sim.planner.prefetches.make_query(sim.open([*range(1, 9), 9]).tokens, b"")
     assert query is not None
-    choice = sim.planner.fetches.choose(query, {0: b"\1" * 4})
+    choice = sim.planner.prefetches.choose(query, {0: b"\1" * 4})
     assert (choice.read, choice.reason) == (None, MissReason.HOST_CAPACITY)
     sim.start(choice.backups)
-    sim.planner.fetches.release(query)
+    sim.planner.prefetches.release(query)
     sim.close(sim.live[0])
     sim.settle()
     sim.verify()

@@ -129,7 +129,7 @@ class Rig:
         await asyncio.gather(*(task for task, _ in self.tasks))
 
     def evictable(self, node: Node) -> bool:
-        return not node.pins[FULL_HOST]
+        return not node.locks[FULL_HOST]
 
 
 def run(main: Callable[[SeededWorld], Coroutine[Any, Any, None]]) -> None:

@@ -70,21 +70,21 @@ async def test_a_request_is_a_tree_beneath_its_traceparent(spans: Spans):
         instrument(cache, spans.provider)
         await serve(cache, PROMPT, TRACEPARENT)
         first = spans.take()
-        assert set(first) == {"lookup", "fetch", "load", "checkpoint", "fork", "backup", "store"}
+        assert set(first) == {"lookup", "prefetch", "load", "checkpoint", "fork", "backup", "store"}
         await cache.flush()
         spans.take()
         await serve(cache, PROMPT, TRACEPARENT)
         second = spans.take()
 
-    for name in ("lookup", "fetch", "load", "checkpoint"):
+    for name in ("lookup", "prefetch", "load", "checkpoint"):
         (span,) = first[name]
         assert span.context is not None
         assert span.parent is not None
         assert f"{span.context.trace_id:032x}" == TRACE
         assert f"{span.parent.span_id:016x}" == PARENT
-    (looked,), (fetched,), (loaded,) = second["lookup"], second["fetch"], second["load"]
+    (looked,), (prefetched,), (loaded,) = second["lookup"], second["prefetch"], second["load"]
     assert attributes(looked) == {"prompt_tokens": 21, "hit_tokens": 0, "reason": "cold"}
-    assert attributes(fetched) == {"hit_tokens": 20, "reason": "none", "tier": "storage"}
+    assert attributes(prefetched) == {"hit_tokens": 20, "reason": "none", "tier": "storage"}
     assert attributes(loaded) == {"hit_tokens": 20, "tier": "storage", "slots.kv": 5, "slots.mamba": 1}
     (stored,) = first["store"]
     assert attributes(stored)["stored"] is True

@@ -1,4 +1,4 @@
-"""The cache below SGLang's tree: what it promises is in host memory, verified and pinned."""
+"""The cache below SGLang's tree: what it promises is in host memory, verified and locked."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _clean() -> Iterator[None]:
             sim.close(sequence)
         sim.settle()
         sim.verify()
-        assert all(not any(node.pins) for node in sim.planner.state.tree.nodes())
+        assert all(not any(node.locks) for node in sim.planner.state.tree.nodes())
 
 
 def simulation(
@@ -729,7 +729,7 @@ def test_what_was_written_since_storage_was_asked_is_not_lost() -> None:
 
 
 def test_too_much_to_remember_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backup, "_MOST_REMEMBERED", 3)
+    monkeypatch.setattr(backup, "_MAX_REMEMBERED", 3)
     sim = simulation()
     first, second = published(sim, [1, 2, 3, 4, 5, 6]), published(sim, [7, 8, 9, 10, 11, 12])
     for node in (first, second):

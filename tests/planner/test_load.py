@@ -31,7 +31,7 @@ def _clean() -> Iterator[None]:
             sim.close(request)
         sim.settle()
         sim.verify()
-        assert all(not any(node.pins) for node in sim.planner.state.tree.nodes())
+        assert all(not any(node.locks) for node in sim.planner.state.tree.nodes())
 
 
 def simulation(
@@ -192,9 +192,9 @@ def test_what_a_prefetch_brought_is_counted_for_storage() -> None:
     after.storage = sim.storage
     published(after, HEAD)
     request = after.open([*LONG, 9])
-    assert (request.matched_pages, request.fetched_pages) == (2, 0)
+    assert (request.matched_pages, request.prefetched_pages) == (2, 0)
     after.prefetch(request)
-    assert (request.matched_pages, request.fetched_pages) == (4, 2)
+    assert (request.matched_pages, request.prefetched_pages) == (4, 2)
     after.load(request)
 
     assert request.tier is Tier.STORAGE
@@ -209,30 +209,30 @@ def test_what_a_prefetch_brought_is_counted_for_storage() -> None:
     assert sources(again) == {("kv", Tier.DEVICE): 4, ("mamba", Tier.HOST): 1}
 
 
-def test_a_match_that_others_made_longer_was_not_fetched() -> None:
+def test_a_match_that_others_made_longer_was_not_prefetched() -> None:
     sim = simulation()
     request = sim.open([*LONG, 9])
     published(sim, LONG)
-    sim.planner.rematch(request, fetched=False)
+    sim.planner.rematch(request, prefetched=False)
 
-    assert (request.matched_pages, request.fetched_pages) == (4, 0)
+    assert (request.matched_pages, request.prefetched_pages) == (4, 0)
     assert not request.prefetched
     sim.planner.flush()
     sim.planner.rematch(request)
-    assert (request.matched_pages, request.fetched_pages) == (4, 0), "its lease keeps it"
+    assert (request.matched_pages, request.prefetched_pages) == (4, 0), "its lease keeps it"
 
 
-def test_a_match_that_became_shorter_was_fetched_no_further() -> None:
+def test_a_match_that_became_shorter_was_prefetched_no_further() -> None:
     sim = simulation()
     node = published(sim, LONG)
     request = sim.open([*LONG, 9])
-    request.fetched_pages = 4
+    request.prefetched_pages = 4
     sim.planner.rest(request)
     sim.planner.state.evict(FULL_DEVICE, 1, dirty=True)
     assert node.pages == 3
 
     sim.planner.rematch(request)
-    assert (request.matched_pages, request.fetched_pages) == (3, 3)
+    assert (request.matched_pages, request.prefetched_pages) == (3, 3)
 
 
 # What is kept

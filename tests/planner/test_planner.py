@@ -239,7 +239,7 @@ def _press(policy: WritePolicy, states: bool, windows: dict[str, int], seed: int
         sim.close(sequence)
     sim.settle()
     sim.verify()
-    assert all(not any(node.pins) for node in sim.planner.state.tree.nodes())
+    assert all(not any(node.locks) for node in sim.planner.state.tree.nodes())
     assert sim.hit_tokens
 
 

@@ -63,7 +63,7 @@ def test_nobody_computed_it() -> None:
     request = asked(sim, SYSTEM)
 
     assert sim.planner.reason(request) is MissReason.COLD
-    assert sim.planner.limiting_pool(request) == "kv"
+    assert sim.planner.held_back_by(request) == "kv"
     assert sim.planner.hit_advice(request) == ("", "")
 
 
@@ -83,7 +83,7 @@ def test_a_state_is_missing_that_a_stop_would_have_left() -> None:
     request = asked(sim, [*SYSTEM, 30, 31])
 
     assert sim.planner.reason(request) is MissReason.STATE
-    assert sim.planner.limiting_pool(request) == "mamba"
+    assert sim.planner.held_back_by(request) == "mamba"
     assert sim.planner.hit_advice(request) == (
         "mamba",
         "publish 'mamba' at 8 tokens: stop a prefill there (request.cuts)",
@@ -170,7 +170,7 @@ def test_a_request_rests_and_matches_again() -> None:
     sim.planner.flush()
 
     assert sim.planner.state.free[FULL_DEVICE].held == 0
-    sim.planner.rematch(request, fetched=False)
+    sim.planner.rematch(request, prefetched=False)
     assert (request.matched_pages, request.resting) == (0, False)
     sim.close(request)
     sim.verify()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from asynchicache.hashing import page_digests
-from asynchicache.planner.fetch import ReadResult, StorageQuery, StorageRead
+from asynchicache.planner.prefetch import ReadResult, StorageQuery, StorageRead
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place_of
 from asynchicache.types import MissReason, Outcome, Tier, WritePolicy
 from controller.simulation import Simulation
@@ -39,7 +39,7 @@ def served(sim: Simulation, length: int) -> None:
 
 
 def asked(sim: Simulation) -> StorageQuery:
-    query = sim.planner.fetches.ask(sim.open(PROMPT).tokens, b"")
+    query = sim.planner.prefetches.make_query(sim.open(PROMPT).tokens, b"")
     assert query is not None
     return query
 
@@ -49,13 +49,13 @@ def test_a_read_is_as_long_as_the_host_has_room_for(simulations: list[Simulation
     simulations.append(sim)
     served(sim, 4)
     query = asked(sim)
-    choice = sim.planner.fetches.choose(query, {0: b"\1" * PAGES})
+    choice = sim.planner.prefetches.choose(query, {0: b"\1" * PAGES})
     sim.start(choice.backups)
 
     assert choice.read is not None
     assert choice.read.target == 5  # two pages are there, and stay
-    sim.planner.fetches.deliver(choice.read, {0: [Outcome.MISS] * len(choice.read.slots[0])})
-    sim.planner.fetches.finish(choice.read)
+    sim.planner.prefetches.deliver(choice.read, {0: [Outcome.MISS] * len(choice.read.slots[0])})
+    sim.planner.prefetches.finish(choice.read)
 
 
 @pytest.mark.parametrize("policy", list(WritePolicy))
@@ -74,7 +74,7 @@ def test_pages_on_the_device_stay_while_storage_is_asked(
 
     assert books.free[FULL_DEVICE].held == held
     assert books.free[FULL_HOST].held == 0, "what is on the device needs no copy on the host to be kept"
-    sim.planner.fetches.release(query)
+    sim.planner.prefetches.release(query)
 
 
 def test_a_state_that_storage_was_not_asked_for_is_not_there(simulations: list[Simulation]) -> None:
@@ -82,10 +82,10 @@ def test_a_state_that_storage_was_not_asked_for_is_not_there(simulations: list[S
     simulations.append(sim)
     query = asked(sim)
 
-    choice = sim.planner.fetches.choose(query, {0: b"\1" * PAGES})
+    choice = sim.planner.prefetches.choose(query, {0: b"\1" * PAGES})
 
     assert (choice.read, choice.reason, choice.backups) == (None, MissReason.STATE, [])
-    sim.planner.fetches.release(query)
+    sim.planner.prefetches.release(query)
 
 
 # How far, and from where
@@ -109,7 +109,7 @@ def roomy(simulations: list[Simulation], *, mamba: bool = False, swa: int = 0, h
 
 
 def chosen(sim: Simulation, query: StorageQuery, *present: bytes, join: bool = True) -> StorageRead:
-    choice = sim.planner.fetches.choose(query, dict(enumerate(present)), join=join)
+    choice = sim.planner.prefetches.choose(query, dict(enumerate(present)), join=join)
     sim.start(choice.backups)
     assert choice.read is not None
     assert choice.reason is MissReason.NONE
@@ -119,7 +119,7 @@ def chosen(sim: Simulation, query: StorageQuery, *present: bytes, join: bool = T
 def answered(sim: Simulation, read: StorageRead, **outcomes: list[Outcome]) -> list[ReadResult]:
     """What a read brings; all of it, but for the outcomes of pools that are named."""
     names = sim.planner.state.names
-    gained = sim.planner.fetches.deliver(
+    gained = sim.planner.prefetches.deliver(
         read,
         {
             number: outcomes.get(names[number], [Outcome.HIT] * len(slots))
@@ -128,13 +128,13 @@ def answered(sim: Simulation, read: StorageRead, **outcomes: list[Outcome]) -> l
     )
     for one in gained:
         sim.start(one.backups)
-        sim.planner.fetches.finish(one.read)
+        sim.planner.prefetches.finish(one.read)
     return gained
 
 
 def test_what_lacks_is_what_could_be_restored_beyond_what_is_here(simulations: list[Simulation]) -> None:
     sim = roomy(simulations)
-    reader = sim.planner.fetches
+    reader = sim.planner.prefetches
     tokens = sim.open(PROMPT).tokens
 
     assert reader.missing_pages(tokens, b"") == 8
@@ -143,11 +143,11 @@ def test_what_lacks_is_what_could_be_restored_beyond_what_is_here(simulations: l
     assert reader.missing_pages(tokens[:6], b"") == 0, "a token is left to compute"
     assert reader.missing_pages(tokens[:7], b"") == 0
     assert reader.missing_pages(tokens[:9], b"") == 1
-    assert reader.ask(tokens[:7], b"") is None
-    assert reader.ask(tokens[:8], b"") is None
-    query = reader.ask(tokens[:9], b"")
+    assert reader.make_query(tokens[:7], b"") is None
+    assert reader.make_query(tokens[:8], b"") is None
+    query = reader.make_query(tokens[:9], b"")
     assert query is not None
-    assert (query.pages, query.base, query.here) == (4, 3, 3)
+    assert (query.pages, query.matched_pages, query.memory_pages) == (4, 3, 3)
     reader.release(query)
 
 
@@ -155,24 +155,24 @@ def test_a_host_without_slots_asks_for_nothing(simulations: list[Simulation]) ->
     sim = roomy(simulations, host=0)
     tokens = sim.open(PROMPT).tokens
 
-    assert not sim.planner.fetches.can_read(0)
-    assert sim.planner.fetches.missing_pages(tokens, b"") == 0
-    assert sim.planner.fetches.ask(tokens, b"") is None
+    assert not sim.planner.prefetches.can_read(0)
+    assert sim.planner.prefetches.missing_pages(tokens, b"") == 0
+    assert sim.planner.prefetches.make_query(tokens, b"") is None
 
 
 def test_digests_are_computed_once(simulations: list[Simulation]) -> None:
     sim = roomy(simulations)
     served(sim, 6)
-    reader, tokens = sim.planner.fetches, sim.open(PROMPT).tokens
+    reader, tokens = sim.planner.prefetches, sim.open(PROMPT).tokens
     chain = page_digests(tokens[:16], 2, b"")
 
     assert reader.known_digests(tokens, b"") == []
-    query = reader.ask(tokens, b"")
+    query = reader.make_query(tokens, b"")
     assert query is not None
     assert query.digests == chain
     assert reader.known_digests(tokens, b"") == chain[:3], "what is in the tree keeps its own"
     assert reader.known_digests(tokens[:5], b"") == chain[:2]
-    again = reader.ask(tokens, b"")
+    again = reader.make_query(tokens, b"")
     assert again is not None
     assert again.digests == chain
     for one in (query, again):
@@ -187,9 +187,9 @@ def test_the_first_page_of_a_window_that_a_longer_prefix_may_need(
     served(sim, 6)
     query = asked(sim)
 
-    assert query.base == 3
-    assert sim.planner.fetches.first_page(query, 1) == first
-    sim.planner.fetches.release(query)
+    assert query.matched_pages == 3
+    assert sim.planner.prefetches.first_page(query, 1) == first
+    sim.planner.prefetches.release(query)
 
 
 HAS = b"\1" * PAGES
@@ -211,7 +211,7 @@ def test_the_longest_prefix_that_memory_and_storage_have_together_is_read(
     sim = roomy(simulations, mamba=True)
     served(sim, 6)
     query = asked(sim)
-    assert (query.base, query.here, bytes(query.local[STATES])) == (3, 3, b"\0\0\1")
+    assert (query.matched_pages, query.memory_pages, bytes(query.resident[STATES])) == (3, 3, b"\0\0\1")
 
     read = chosen(sim, query, kv, mamba)
 
@@ -242,9 +242,9 @@ def test_why_nothing_is_read(
     served(sim, 6)
     query = asked(sim)
 
-    choice = sim.planner.fetches.choose(query, {0: kv, 1: mamba})
+    choice = sim.planner.prefetches.choose(query, {0: kv, 1: mamba})
     assert (choice.read, choice.reason, choice.backups) == (None, reason, [])
-    sim.planner.fetches.release(query)
+    sim.planner.prefetches.release(query)
 
 
 def test_the_pool_that_reaches_least_is_why(simulations: list[Simulation]) -> None:
@@ -252,14 +252,14 @@ def test_the_pool_that_reaches_least_is_why(simulations: list[Simulation]) -> No
     sim = Simulation(random.Random(0), windows={"swa": 2}, slots=slots)
     simulations.append(sim)
     query = asked(sim)
-    choose = sim.planner.fetches.choose
+    choose = sim.planner.prefetches.choose
 
     found = [
         choose(query, {0: HAS, 1: mamba, 2: swa}).reason
         for mamba, swa in ((b"\0\0\0\0\1", b"\0" * 8), (b"\0" * 8, b"\0\0\0\1\1"), (b"\0\1", b"\0\0\1\1"))
     ]
     assert found == [MissReason.WINDOW, MissReason.STATE, MissReason.STATE]
-    sim.planner.fetches.release(query)
+    sim.planner.prefetches.release(query)
 
 
 def test_a_window_is_read_from_its_first_page_that_is_not_here(simulations: list[Simulation]) -> None:
@@ -267,7 +267,7 @@ def test_a_window_is_read_from_its_first_page_that_is_not_here(simulations: list
     served(sim, 8)
     sim.planner.state.evict(place_of(1, Tier.DEVICE), 1, dirty=True)
     query = asked(sim)
-    assert bytes(query.local[1]) == b"\0\1\1\1"
+    assert bytes(query.resident[1]) == b"\0\1\1\1"
 
     read = chosen(sim, query, b"\1" * 5, HAS)
     assert (read.target, read.pages) == (5, {0: [4], 1: [4]})
@@ -312,13 +312,13 @@ def test_slots_of_a_late_page_stay_with_the_read_until_it_is_finished(simulation
     host = sim.planner.state.free[FULL_HOST]
     outcomes = [Outcome.HIT] * 3 + [Outcome.MISS, Outcome.TIMEOUT] + [Outcome.HIT] * 3
 
-    (gained,) = sim.planner.fetches.deliver(read, {0: outcomes})
+    (gained,) = sim.planner.prefetches.deliver(read, {0: outcomes})
 
     assert gained.pages == 3
     assert read.slots == {0: [late]}
     assert host.held == 3 + 1
     sim.verify()
-    sim.planner.fetches.finish(read)
+    sim.planner.prefetches.finish(read)
     assert (host.held, host.quarantined) == (3, 0)
 
 
@@ -327,8 +327,8 @@ def test_slots_that_an_engine_may_write_to_for_ever_are_never_lent_again(
 ) -> None:
     sim = roomy(simulations)
     read = chosen(sim, asked(sim), HAS)
-    sim.planner.fetches.deliver(read, {0: [Outcome.TIMEOUT] * 8})
-    sim.planner.fetches.finish(read, safe=False)
+    sim.planner.prefetches.deliver(read, {0: [Outcome.TIMEOUT] * 8})
+    sim.planner.prefetches.finish(read, safe=False)
 
     host = sim.planner.state.free[FULL_HOST]
     assert (host.held, host.quarantined) == (0, 8)
@@ -372,11 +372,11 @@ def test_a_path_that_cannot_be_on_the_host_keeps_what_follows_off_it(simulations
     query = asked(sim)
     books = sim.planner.state
     taken = books.free[FULL_HOST].allocate(3)  # two are left for three pages
-    choice = sim.planner.fetches.choose(query, {0: HAS})
+    choice = sim.planner.prefetches.choose(query, {0: HAS})
 
     assert (choice.read, choice.reason) == (None, MissReason.HOST_CAPACITY)
     books.free[FULL_HOST].release(taken)
-    sim.planner.fetches.release(query)
+    sim.planner.prefetches.release(query)
 
 
 # Side by side
@@ -384,7 +384,7 @@ def test_a_path_that_cannot_be_on_the_host_keeps_what_follows_off_it(simulations
 
 def test_a_read_leaves_out_what_another_one_brings_and_waits_for_it(simulations: list[Simulation]) -> None:
     sim = roomy(simulations)
-    short = sim.planner.fetches.ask(sim.open(PROMPT[:11]).tokens, b"")
+    short = sim.planner.prefetches.make_query(sim.open(PROMPT[:11]).tokens, b"")
     assert short is not None
     first = chosen(sim, short, HAS)
     second = chosen(sim, asked(sim), HAS)
@@ -414,13 +414,13 @@ def test_a_read_of_the_same_beginning_is_waited_for_only_for_what_it_brings(
     """Their sequences part after three pages, of which both have two in memory already."""
     sim = roomy(simulations)
     served(sim, 4)
-    other = sim.planner.fetches.ask(sim.open([*PROMPT[:6], *range(50, 61)]).tokens, b"")
+    other = sim.planner.prefetches.make_query(sim.open([*PROMPT[:6], *range(50, 61)]).tokens, b"")
     assert other is not None
     first, second = chosen(sim, other, HAS), chosen(sim, asked(sim), HAS)
 
     assert first.pages == {0: [2, 3, 4, 5, 6, 7]}
     assert (second.pages, second.needs) == ({0: [3, 4, 5, 6, 7]}, [first])
-    third = sim.planner.fetches.ask(sim.open([*PROMPT[:4], *range(70, 75)]).tokens, b"")
+    third = sim.planner.prefetches.make_query(sim.open([*PROMPT[:4], *range(70, 75)]).tokens, b"")
     assert third is not None
     apart = chosen(sim, third, HAS)
     assert (apart.pages, apart.needs, apart.joined) == ({0: [2, 3]}, [], False)
@@ -430,7 +430,7 @@ def test_a_read_of_the_same_beginning_is_waited_for_only_for_what_it_brings(
 
 def test_who_waited_for_a_read_that_failed_is_given_what_still_fits(simulations: list[Simulation]) -> None:
     sim = roomy(simulations)
-    short = sim.planner.fetches.ask(sim.open(PROMPT[:11]).tokens, b"")
+    short = sim.planner.prefetches.make_query(sim.open(PROMPT[:11]).tokens, b"")
     assert short is not None
     first, second = chosen(sim, short, HAS), chosen(sim, asked(sim), HAS)
     assert answered(sim, second) == []
@@ -443,7 +443,7 @@ def test_who_waited_for_a_read_that_failed_is_given_what_still_fits(simulations:
 def test_pages_without_a_state_are_put_in_where_others_stand_on_them(simulations: list[Simulation]) -> None:
     """The first read fails to bring its state; the second one's prefix needs only the state at its end."""
     sim = roomy(simulations, mamba=True)
-    short = sim.planner.fetches.ask(sim.open(PROMPT[:11]).tokens, b"")
+    short = sim.planner.prefetches.make_query(sim.open(PROMPT[:11]).tokens, b"")
     assert short is not None
     first = chosen(sim, short, HAS, HAS)
     second = chosen(sim, asked(sim), HAS, HAS)
@@ -457,7 +457,7 @@ def test_pages_without_a_state_are_put_in_where_others_stand_on_them(simulations
 
 def test_what_a_read_stands_on_stays_while_it_waits(simulations: list[Simulation]) -> None:
     sim = roomy(simulations)
-    short = sim.planner.fetches.ask(sim.open(PROMPT[:11]).tokens, b"")
+    short = sim.planner.prefetches.make_query(sim.open(PROMPT[:11]).tokens, b"")
     assert short is not None
     first, second = chosen(sim, short, HAS), chosen(sim, asked(sim), HAS)
     answered(sim, first)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from asynchicache.pools.memory import (
     GroupMemory,
-    MemoryBudget,
-    memory_budget,
+    ProcessMemory,
     memory_groups,
     parse_limit,
     parse_statistic,
+    process_memory,
     tightest,
 )
 
@@ -28,7 +28,7 @@ def _mount(root: Path, files: dict[str, str]) -> Path:
 def test_budget_without_groups_is_what_the_machine_has(tmp_path: Path) -> None:
     root = _mount(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n"})
 
-    assert memory_budget(root) == MemoryBudget(None, 0, 800 * 1024)
+    assert process_memory(root) == ProcessMemory(None, 0, 800 * 1024)
 
 
 def test_budget_under_version_2_counts_no_droppable_file_cache(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_budget_under_version_2_counts_no_droppable_file_cache(tmp_path: Path) -
         f"{group}/memory.stat": "anon 200000\ninactive_file 100000\n",
     }
 
-    assert memory_budget(_mount(tmp_path, files)) == MemoryBudget(500_000, 200_000, 300_000)
+    assert process_memory(_mount(tmp_path, files)) == ProcessMemory(500_000, 200_000, 300_000)
 
 
 def test_budget_goes_by_the_tightest_ancestor(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_budget_goes_by_the_tightest_ancestor(tmp_path: Path) -> None:
         f"{mount}/a/memory.current": "60000\n",
     }
 
-    assert memory_budget(_mount(tmp_path, files)) == MemoryBudget(70_000, 60_000, 10_000)
+    assert process_memory(_mount(tmp_path, files)) == ProcessMemory(70_000, 60_000, 10_000)
 
 
 def test_budget_under_version_1_in_a_container_that_sees_only_its_root(tmp_path: Path) -> None:
@@ -68,11 +68,11 @@ def test_budget_under_version_1_in_a_container_that_sees_only_its_root(tmp_path:
         f"{mount}/memory.stat": "inactive_file 1\ntotal_inactive_file 50000\n",
     }
 
-    assert memory_budget(_mount(tmp_path, files)) == MemoryBudget(400_000, 100_000, 300_000)
+    assert process_memory(_mount(tmp_path, files)) == ProcessMemory(400_000, 100_000, 300_000)
 
 
 def test_budget_of_this_machine_is_positive() -> None:
-    assert memory_budget().available > 0
+    assert process_memory().available > 0
 
 
 def test_budget_is_bounded_by_the_machine_and_never_negative() -> None:

@@ -19,10 +19,10 @@ from asynchicache.hashing import page_digests, pool_fingerprint
 from asynchicache.planner import state
 from asynchicache.planner.activity import Activity
 from asynchicache.planner.backup import BackupPlanner
-from asynchicache.planner.fetch import FetchPlanner, Outcomes, StorageRead
 from asynchicache.planner.hints import HintLedger
 from asynchicache.planner.load import LoadPlanner
 from asynchicache.planner.planner import Planner
+from asynchicache.planner.prefetch import Outcomes, PrefetchPlanner, StorageRead
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.room_queue import RoomQueue
 from asynchicache.planner.state import CacheState
@@ -174,22 +174,22 @@ def lock_not_released(patch: Patch) -> None:
 def pinned_page_evicted(patch: Patch) -> None:
     evictable = UnifiedRadixTree.evictable
 
-    def ignoring_pins(node: Any, place: SlotPlace) -> bool:
-        pins, node.pins = node.pins, [0] * len(node.pins)
+    def ignoring_locks(node: Any, place: SlotPlace) -> bool:
+        locks, node.locks = node.locks, [0] * len(node.locks)
         try:
             return evictable(node, place)
         finally:
-            node.pins = pins
+            node.locks = locks
 
-    patch.setattr(UnifiedRadixTree, "evictable", staticmethod(ignoring_pins))
-    patch.setattr(UnifiedRadixTree, "_pin", _pin_quietly)
+    patch.setattr(UnifiedRadixTree, "evictable", staticmethod(ignoring_locks))
+    patch.setattr(UnifiedRadixTree, "_lock", _pin_quietly)
 
 
-def _pin_quietly(self: UnifiedRadixTree, pins: Any, node: Any, place: SlotPlace) -> None:
+def _pin_quietly(self: UnifiedRadixTree, locks: Any, node: Any, place: SlotPlace) -> None:
     """Without taking the node out of the queue."""
-    node.pins[place] += 1
+    node.locks[place] += 1
     if place in self._window_places:
-        node.holders = [*(node.holders or ()), pins]
+        node.holders = [*(node.holders or ()), locks]
 
 
 @bug
@@ -214,7 +214,7 @@ def copies_are_told_apart_by_value(patch: Patch) -> None:
     def alike(self: copies.TierCopy, other: object) -> bool:
         if not isinstance(other, copies.TierCopy):
             return False
-        return (self.tier, self.pending, self.pins) == (other.tier, other.pending, other.pins)
+        return (self.tier, self.pending, self.locks) == (other.tier, other.pending, other.locks)
 
     patch.setattr(copies.TierCopy, "__eq__", alike)
 
@@ -229,8 +229,8 @@ def duplicates_leak(patch: Patch) -> None:
 
 @bug
 def needless_quarantine_leaks(patch: Patch) -> None:
-    finish = FetchPlanner.finish
-    patch.setattr(FetchPlanner, "finish", lambda self, read, *, safe=True: finish(self, read, safe=False))
+    finish = PrefetchPlanner.finish
+    patch.setattr(PrefetchPlanner, "finish", lambda self, read, *, safe=True: finish(self, read, safe=False))
 
 
 @bug
@@ -258,7 +258,7 @@ def digest_chained_wrong(patch: Patch) -> None:
         return page_digests(tokens, page_size, b"")
 
     patch.setattr("asynchicache.tree.radix_tree.page_digests", unchained)
-    patch.setattr("asynchicache.planner.fetch.page_digests", unchained)
+    patch.setattr("asynchicache.planner.prefetch.page_digests", unchained)
     patch.setattr("asynchicache.tree.verify.page_digests", unchained)
 
 
@@ -445,7 +445,7 @@ def split_forgets_who_keeps_the_window(patch: Patch) -> None:
 @bug
 def parent_evicted_before_its_child(patch: Patch) -> None:
     def anyone(node: Any, place: SlotPlace) -> bool:
-        return node.residency[place] == RESIDENT and not node.pins[place] and node.parent is not None
+        return node.residency[place] == RESIDENT and not node.locks[place] and node.parent is not None
 
     patch.setattr(UnifiedRadixTree, "evictable", staticmethod(anyone))
 
@@ -460,13 +460,13 @@ def checksum_not_checked(patch: Patch) -> None:
 
 @bug
 def partial_read_counts_as_whole(patch: Patch) -> None:
-    commit = FetchPlanner._commit
+    commit = PrefetchPlanner._commit
 
-    def all_hits(self: FetchPlanner, read: StorageRead, outcomes: Outcomes) -> Any:
+    def all_hits(self: PrefetchPlanner, read: StorageRead, outcomes: Outcomes) -> Any:
         whole = {component_id: [Outcome.HIT] * len(some) for component_id, some in outcomes.items()}
         return commit(self, read, whole)
 
-    patch.setattr(FetchPlanner, "_commit", all_hits)
+    patch.setattr(PrefetchPlanner, "_commit", all_hits)
 
 
 @bug
@@ -508,13 +508,13 @@ def write_forgets_to_let_go(patch: Patch) -> None:
 def stored_pages_may_be_evicted_while_they_are_read(patch: Patch) -> None:
     store = BackupPlanner.store
 
-    def unpinned(self: BackupPlanner, node: Any) -> Any:
+    def unlocked(self: BackupPlanner, node: Any) -> Any:
         work = store(self, node)
         if work is not None:
-            self._state.unpin(work.pins)
+            self._state.unlock(work.locks)
         return work
 
-    patch.setattr(BackupPlanner, "store", unpinned)
+    patch.setattr(BackupPlanner, "store", unlocked)
 
 
 # Value: what a user asks, beside right bytes

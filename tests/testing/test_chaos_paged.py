@@ -15,7 +15,7 @@ from asynchicache.tree import copies
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 
 Patch = pytest.MonkeyPatch
-MOST_SEEDS = 100
+MAX_SEEDS = 100
 
 
 def test_nothing_is_violated_and_pages_come_from_both_tiers() -> None:
@@ -34,7 +34,7 @@ def visible_before_the_bytes(patch: Patch) -> None:
 
 
 def load_does_not_keep_its_host_pages(patch: Patch) -> None:
-    patch.setattr(copies, "keep", lambda tree, tier_copy, pins: None)
+    patch.setattr(copies, "keep", lambda tree, tier_copy, locks: None)
 
 
 def backup_reads_before_the_forward(patch: Patch) -> None:
@@ -85,4 +85,4 @@ def windows_are_saved_in_the_wrong_order(patch: Patch) -> None:
 def test_a_planted_bug_is_found(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     plant(monkeypatch)
     with quick_collection():
-        assert any(run_script(script_of(seed, paged=True)).violations for seed in range(MOST_SEEDS))
+        assert any(run_script(script_of(seed, paged=True)).violations for seed in range(MAX_SEEDS))

@@ -14,7 +14,7 @@ from asynchicache.testing.chaos.workload import draw_script
 from testing.planted import BUGS, Bug
 
 MISFIT = re.compile(r"TypeError: .*\bargument")
-MOST_SEEDS = 2000
+MAX_SEEDS = 2000
 FEW_SEEDS = 50
 RARE = {
     "acknowledged_before_it_is_durable",
@@ -87,4 +87,4 @@ def test_few_seeds_find_a_planted_bug(bug: Bug, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.soak
 @pytest.mark.parametrize("bug", LATER, ids=lambda bug: bug.name)
 def test_some_seed_finds_a_planted_bug(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found_at(bug, range(MOST_SEEDS), monkeypatch) is not None
+    assert found_at(bug, range(MAX_SEEDS), monkeypatch) is not None

@@ -13,9 +13,9 @@ import pytest
 
 from asynchicache.controller.prefetch import Prefetcher
 from asynchicache.hashing import ObjectKey
-from asynchicache.planner.fetch import FetchPlanner, ReadChoice
 from asynchicache.planner.load import LoadPlanner
 from asynchicache.planner.planner import Planner
+from asynchicache.planner.prefetch import PrefetchPlanner, ReadPlan
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.testing.chaos.calls import Call
@@ -578,7 +578,7 @@ def test_a_page_is_held_in_either_tier_and_on_its_way_up() -> None:
     books.evict(place_of(1, Tier.DEVICE), 1, dirty=True)
     assert (is_held(node, 0), is_held(node, 1)) == (True, False)
     (copy,) = sim.planner.backups.backup(node)
-    books.tree.pin_all([])
+    books.tree.lock_all([])
     sim.planner.copy_finished(copy, None)
     books.evict(FULL_DEVICE, 2, dirty=True)
     assert is_held(node, 0)
@@ -650,7 +650,7 @@ def test_a_match_has_to_be_all_that_is_in_memory(monkeypatch: pytest.MonkeyPatch
 
 def test_what_storage_has_is_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        FetchPlanner, "choose", lambda *_, **__: ReadChoice(None, MissReason.COLD, [], 0, None)
+        PrefetchPlanner, "choose", lambda *_, **__: ReadPlan(None, MissReason.COLD, [], 0, None)
     )
     assert any(
         words.startswith("hit: 0 pages, reason cold, though memory and storage had 4 of ")

@@ -28,7 +28,7 @@ from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.plan import (
     CacheOperation,
     Direction,
-    PoolExtent,
+    PoolShape,
     TransferPlan,
     merge,
 )
@@ -174,7 +174,7 @@ async def test_no_more_is_copied_aside_than_there_is_room_for(
     operation: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with _open() as rig:
-        monkeypatch.setattr(audit_module, "MOST_BYTES", 3 * KV.slot_bytes(PAGE_SIZE))
+        monkeypatch.setattr(audit_module, "MAX_BYTES", 3 * KV.slot_bytes(PAGE_SIZE))
         await rig.run(operation(Direction.BACKUP, kv=(range(SLOTS), range(SLOTS))))
 
         assert rig.counts.recorded == 3
@@ -326,4 +326,4 @@ async def test_a_backup_enqueued_while_another_is_remembered_is_not_mistaken_for
 
 
 def _plan(operation: CacheOperation) -> TransferPlan:
-    return merge([operation], {"kv": PoolExtent(KV, PAGE_SIZE, SLOTS, SLOTS)}, LAYERS, None)
+    return merge([operation], {"kv": PoolShape(KV, PAGE_SIZE, SLOTS, SLOTS)}, LAYERS, None)

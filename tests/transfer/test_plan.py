@@ -15,7 +15,7 @@ from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.transfer.plan import (
     CacheOperation,
     Direction,
-    PoolExtent,
+    PoolShape,
     TensorPart,
     TransferPlan,
     merge,
@@ -32,7 +32,7 @@ MAMBA = PoolSpec(
     coverage=trailing_pages(1),
     per_token=False,
 )
-POOLS = {"kv": PoolExtent(KV, 2, 40, 30), "mamba": PoolExtent(MAMBA, 2, 6, 5)}
+POOLS = {"kv": PoolShape(KV, 2, 40, 30), "mamba": PoolShape(MAMBA, 2, 6, 5)}
 LAYERS = 6
 
 
@@ -234,7 +234,7 @@ def test_merge_refuses_slots_that_are_not_there(
 
 
 def test_a_pool_without_host_slots_takes_no_part(operation: Build) -> None:
-    pools = {**POOLS, "mamba": PoolExtent(MAMBA, 2, 6, 0)}
+    pools = {**POOLS, "mamba": PoolShape(MAMBA, 2, 6, 0)}
     nothing = operation(Direction.LOAD, kv=([0], [0]), mamba=([], []))
 
     assert list(merge([nothing], pools, LAYERS, 1).runs) == ["kv"]

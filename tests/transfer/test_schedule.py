@@ -10,14 +10,14 @@ import pytest
 
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.transfer import plan, schedule
-from asynchicache.transfer.plan import CacheOperation, Direction, PoolExtent
+from asynchicache.transfer.plan import CacheOperation, Direction, PoolShape
 from asynchicache.transfer.record import Submission
 from asynchicache.transfer.schedule import Scheduler
 
 OPERATIONS, PAGES, LAYERS = 512, 16, 4
 SLOTS = OPERATIONS * 2 * PAGES
 TENSOR = TensorSpec("bytes", tuple(range(LAYERS)), (8,), "uint8")
-POOLS = {name: PoolExtent(PoolSpec(name, (TENSOR,)), 4, 2 * SLOTS, 2 * SLOTS) for name in ("dense", "sparse")}
+POOLS = {name: PoolShape(PoolSpec(name, (TENSOR,)), 4, 2 * SLOTS, 2 * SLOTS) for name in ("dense", "sparse")}
 
 Build = Callable[..., CacheOperation]
 

@@ -42,8 +42,8 @@ class Bed:
     def match(self, word: str, seed: bytes = b"", **limit: int) -> Match:
         return self.tree.match(self.tokens(word), seed, **limit)
 
-    def pin(self, word: str, seed: bytes = b"") -> PathLease:
-        return self.tree.pin(self.match(word, seed))
+    def lock(self, word: str, seed: bytes = b"") -> PathLease:
+        return self.tree.lock(self.match(word, seed))
 
     def insert(
         self,
@@ -78,7 +78,7 @@ class Bed:
         self, word: str, seed: bytes = b"", *, states: Iterable[int] = (), windows: int | None = None
     ) -> Node:
         """Serve a request: its pages are on the device afterwards, and nobody holds them."""
-        with self.pin(word, seed) as lease:
+        with self.lock(word, seed) as lease:
             return self.insert(lease, word, states=states, windows=windows).node
 
     def add_host(self, word: str, after: str = "", *, states: Iterable[int] = ()) -> Inserted:

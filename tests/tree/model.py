@@ -36,7 +36,7 @@ Slots = dict[int, list[int]]
 
 
 @dataclass(frozen=True)
-class Pin:
+class Lock:
     """Pages that are kept at one place: of a window several, else the last one of a node."""
 
     pages: tuple[Page, ...]
@@ -45,11 +45,11 @@ class Pin:
 
 @dataclass(eq=False)
 class Page:
-    """What stands at the end of one prefix: by place a slot and its residency, and pins."""
+    """What stands at the end of one prefix: by place a slot and its residency, and locks."""
 
     slots: dict[int, int] = field(default_factory=dict)
     residency: dict[int, int] = field(default_factory=dict)
-    pins: Counter[int] = field(default_factory=Counter)
+    locks: Counter[int] = field(default_factory=Counter)
 
     def at(self, where: int) -> int:
         return self.residency.get(where, ABSENT)
@@ -60,7 +60,7 @@ class Copy:
     """A flight, page by page."""
 
     filled: list[tuple[Key, int]] = field(default_factory=list)
-    pins: list[Pin] = field(default_factory=list)
+    locks: list[Lock] = field(default_factory=list)
     orphans: Slots = field(default_factory=dict)
 
 
@@ -125,34 +125,34 @@ class Model:
         pages = max((n for n, prefix in enumerate(path, 1) if self.restorable(prefix)), default=0)
         return pages, full
 
-    # Pins
+    # Locks
 
-    def anchors(self, key: Key) -> list[Pin]:
+    def anchors(self, key: Key) -> list[Lock]:
         page = self.page(key)
         if page.at(FULL_DEVICE) != ABSENT:
-            return [Pin((page,), FULL_DEVICE)]
+            return [Lock((page,), FULL_DEVICE)]
         above = self.parent(key)
         while self.page(above).at(FULL_DEVICE) == ABSENT:
             above = self.parent(above)
-        return [Pin((page,), FULL_HOST)] + ([Pin((self.page(above),), FULL_DEVICE)] if above[1] else [])
+        return [Lock((page,), FULL_HOST)] + ([Lock((self.page(above),), FULL_DEVICE)] if above[1] else [])
 
-    def state_pins(self, key: Key) -> list[Pin]:
-        pins = []
+    def state_locks(self, key: Key) -> list[Lock]:
+        locks = []
         for component_id in range(1, self.width) if key[1] else ():
             for prefix in self.needs(key, component_id) if component_id not in self.windows else ():
                 nearest = self.nearest(self.page(prefix), component_id)
                 tier = Tier.HOST if nearest is None else nearest
-                pins += [
-                    Pin((self.page(prefix),), at)
+                locks += [
+                    Lock((self.page(prefix),), at)
                     for at in (place_of(component_id, tier), place_of(FULL, tier))
                 ]
-        return pins
+        return locks
 
     @staticmethod
-    def pin(pins: list[Pin], by: int = 1) -> None:
-        for pin in pins:
-            for page in pin.pages:
-                page.pins[pin.at] += by
+    def lock(locks: list[Lock], by: int = 1) -> None:
+        for lock in locks:
+            for page in lock.pages:
+                page.locks[lock.at] += by
 
     # Slots
 
@@ -176,7 +176,7 @@ class Model:
 
     def evictable(self, key: Key, at: int, *, dirty: bool) -> bool:
         page = self.pages[key]
-        if page.at(at) != RESIDENT or page.pins[at]:
+        if page.at(at) != RESIDENT or page.locks[at]:
             return False
         clean = tier_of(at) is Tier.HOST or page.at(at + 1) == RESIDENT
         if not (dirty or clean):
@@ -188,7 +188,7 @@ class Model:
 
     def end(self, copy: Copy, *, arrived: bool) -> Slots:
         self.copies.remove(copy)
-        self.pin(copy.pins, -1)
+        self.lock(copy.locks, -1)
         lost = copy.orphans
         for key, at in copy.filled:
             if arrived:

@@ -21,7 +21,7 @@ def test_the_most_continued_come_first_and_parents_before_children() -> None:
     shared = grow(root, 2, pages=2)
     for number in range(4):
         grow(grow(shared, number), 9)
-    lonely.pins[0] = 1
+    lonely.locks[0] = 1
 
     found = outline([root], 3)
 

@@ -98,6 +98,6 @@ def test_the_order_is_that_of_worth_and_the_credit_of_the_request():
 
 def serve(tree: UnifiedRadixTree, tokens: array[int]) -> Node:
     match = tree.match(tokens)
-    with tree.pin(match, tree.credit(tokens, match)) as lease:
+    with tree.lock(match, tree.credit(tokens, match)) as lease:
         slots = range(len(tokens) - match.pages)
         return tree.insert(lease, tokens, slots).node

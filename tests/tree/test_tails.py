@@ -31,7 +31,7 @@ class Bed:
     def lease(self, tokens: array[int], seed: bytes) -> PathLease:
         """On the whole pages that a request resumes behind."""
         match = self.tree.match(tokens, seed, limit=(len(tokens) - 1) // PAGE)
-        return self.tree.pin(tails.reach(self.tree, match, tokens, len(tokens) - 1))
+        return self.tree.lock(tails.reach(self.tree, match, tokens, len(tokens) - 1))
 
     def hit(self, tokens: array[int], seed: bytes) -> int:
         lease = self.lease(tokens, seed)

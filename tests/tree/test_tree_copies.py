@@ -60,7 +60,7 @@ def test_what_is_saved_or_being_saved_is_not_wanted_again(hybrid):
 
 
 def test_what_is_arriving_itself_is_saved_another_time(hybrid):
-    lease = hybrid.pin("")
+    lease = hybrid.lock("")
     hybrid.insert(lease, "ab", states=[1], arriving=True)
 
     wanted = copies.missing_on_host(hybrid.tree, hybrid.node("ab"))
@@ -153,7 +153,7 @@ def test_a_failed_save_takes_back_what_storage_put_on_it(hybrid):
 def test_a_failed_load_takes_back_what_was_computed_on_it(hybrid):
     hybrid.add_host("ab", states=[1])
     tier_copy = hybrid.load("ab")
-    lease = hybrid.pin("ab")
+    lease = hybrid.lock("ab")
     hybrid.insert(lease, "abcd", states=[1])
 
     lost = hybrid.finish(tier_copy, arrived=False)
@@ -216,7 +216,7 @@ def test_what_a_failure_took_can_be_loaded_again_while_the_old_copy_runs(bed):
 def test_pages_under_an_arriving_state_go_when_what_they_stand_on_fails(hybrid):
     hybrid.add_host("ab", states=[1])
     load = hybrid.load("ab")
-    lease = hybrid.pin("ab")
+    lease = hybrid.lock("ab")
     node = hybrid.insert(lease, "abcd", states=[1], arriving=True).node
     arrival = copies.begin_arrival(hybrid.tree, node, [1])
 
@@ -235,7 +235,7 @@ def test_pages_under_an_arriving_state_go_when_what_they_stand_on_fails(hybrid):
 def test_what_was_computed_on_a_failed_load_is_not_saved(hybrid):
     hybrid.add_host("ab")
     load = hybrid.load("ab")
-    lease = hybrid.pin("")
+    lease = hybrid.lock("")
     hybrid.insert(lease, "abcd", states=[1])
     save = hybrid.save("abcd")
 
@@ -283,7 +283,7 @@ def test_both_copies_of_a_page_can_be_lost(bed):
 
 
 def test_a_state_arrives(hybrid):
-    lease = hybrid.pin("")
+    lease = hybrid.lock("")
     node = hybrid.insert(lease, "ab", states=[1], arriving=True).node
     tier_copy = copies.begin_arrival(hybrid.tree, node, [1])
     lease.close()
@@ -297,7 +297,7 @@ def test_a_state_arrives(hybrid):
 
 
 def test_a_state_that_never_arrives_is_a_tombstone(hybrid):
-    with hybrid.pin("") as lease:
+    with hybrid.lock("") as lease:
         node = hybrid.insert(lease, "ab", states=[1], arriving=True).node
         tier_copy = copies.begin_arrival(hybrid.tree, node, [1])
 
@@ -324,4 +324,4 @@ def test_a_wanted_state_takes_one_slot(hybrid):
 
     assert copies.CopyRequest(node, FULL).size == 4
     assert copies.CopyRequest(node, 1).size == 1
-    assert copies.begin(hybrid.tree, Tier.HOST, []).pins == []
+    assert copies.begin(hybrid.tree, Tier.HOST, []).locks == []

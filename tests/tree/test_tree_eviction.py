@@ -58,7 +58,7 @@ def test_an_end_on_the_device_may_have_children_on_the_host(bed):
 def test_the_least_recently_used_end_goes_first(bed):
     for word in ("ab", "cd", "ef"):
         bed.add(word)
-    bed.pin("ab").close()
+    bed.lock("ab").close()
 
     assert order(bed, FULL_DEVICE) == "dcfeba"
 
@@ -69,8 +69,8 @@ def test_a_parent_is_as_recently_used_as_the_child_that_left_it(bed, place):
         bed.add_saved(word)
     if place == FULL_HOST:
         bed.evict(FULL_DEVICE)
-    with bed.pin("xy"):
-        bed.pin("abcd").close()  # later than `xy`, which was used later than `ab`
+    with bed.lock("xy"):
+        bed.lock("abcd").close()  # later than `xy`, which was used later than `ab`
         bed.evict(place, 2)
         assert bed.words(place) == {"ab", "xy"}
 
@@ -81,7 +81,7 @@ def test_states_go_by_their_own_use(hybrid):
     hybrid.add("ab", states=[1])
     hybrid.add("abcd", states=[1])
     hybrid.add("xy", states=[1])
-    hybrid.pin("ab").close()
+    hybrid.lock("ab").close()
 
     gone = [hybrid.evict(STATE_DEVICE, 1).slots[STATE_DEVICE][0] for _ in range(3)]
 
@@ -92,8 +92,8 @@ def test_using_a_prefix_does_not_use_the_states_before_it(hybrid):
     hybrid.add("ab", states=[1])
     hybrid.add("xy", states=[1])
     hybrid.add("abcd", states=[1])
-    hybrid.pin("xy").close()
-    hybrid.pin("abcd").close()
+    hybrid.lock("xy").close()
+    hybrid.lock("abcd").close()
 
     assert hybrid.evict(STATE_DEVICE, 1).slots == {STATE_DEVICE: [0]}
 
@@ -128,7 +128,7 @@ def test_a_superseded_state_that_is_used_again_keeps_its_turn(hybrid):
     node = hybrid.add("abcd", states=[1])
     for _ in range(3):
         hybrid.tree.supersede(node, 1)
-    hybrid.pin("ab").close()
+    hybrid.lock("ab").close()
     hybrid.check()
 
     assert states_in_order(hybrid, STATE_DEVICE) == [1, 2, 0]
@@ -137,7 +137,7 @@ def test_a_superseded_state_that_is_used_again_keeps_its_turn(hybrid):
 def test_a_pinned_state_can_be_superseded(hybrid):
     hybrid.add("z", states=[1])
     hybrid.add("ab", states=[1])
-    with hybrid.pin("ab") as lease:
+    with hybrid.lock("ab") as lease:
         hybrid.tree.supersede(hybrid.insert(lease, "abcd", states=[1]).node, 1)
     hybrid.check()
 
@@ -147,8 +147,8 @@ def test_a_pinned_state_can_be_superseded(hybrid):
 def test_a_state_is_as_recently_used_as_what_left_from_below_it(hybrid):
     for word in ("ab", "abcd", "xy"):
         hybrid.add(word, states=[1])
-    with hybrid.pin("xy"):
-        hybrid.pin("abcd").close()
+    with hybrid.lock("xy"):
+        hybrid.lock("abcd").close()
         hybrid.evict(FULL_DEVICE, 2)
 
     assert states_in_order(hybrid, STATE_DEVICE) == [2, 0]
@@ -214,7 +214,7 @@ def test_eviction_goes_up_the_path_until_it_is_enough(bed):
 def test_less_is_freed_if_the_rest_is_held(bed):
     bed.add("ab")
     bed.add("xy")
-    with bed.pin("xy") as lease:
+    with bed.lock("xy") as lease:
         assert bed.evict(FULL_DEVICE, 3).count(FULL_DEVICE) == 2
         bed.check([lease])
 
@@ -292,7 +292,7 @@ def test_policies_differ(make_bed, policy, expected):
     bed = make_bed(eviction=policy)
     for letter in "abcd":
         bed.add(letter)
-    bed.pin("a").close()
+    bed.lock("a").close()
 
     assert order(bed, FULL_DEVICE) == expected
 
@@ -301,7 +301,7 @@ def test_fifo_goes_by_the_age_of_pages_and_not_of_the_node_that_holds_them(make_
     bed = make_bed(eviction="fifo")
     bed.add("abcd")
     bed.add("xy")
-    bed.pin("ab").close()  # splits: the node of `ab` is the youngest
+    bed.lock("ab").close()  # splits: the node of `ab` is the youngest
 
     assert order(bed, FULL_DEVICE) == "dcbayx"
 
@@ -310,7 +310,7 @@ def test_a_policy_is_for_full_pages_and_states_are_lru(make_bed):
     bed = make_bed(states=1, eviction="fifo")
     bed.add("ab", states=[1])
     bed.add("cd", states=[1])
-    bed.pin("ab").close()
+    bed.lock("ab").close()
 
     assert bed.evict(STATE_DEVICE, 1).slots == {STATE_DEVICE: [1]}
     bed.take_states(bed.node("cd"), Tier.DEVICE, [1])
@@ -335,7 +335,7 @@ def test_what_loses_few_tokens_for_its_bytes_goes_first(make_bed):
     bed.tree.value.costs = (1.0, 10.0)
     bed.add("abcdefgh", states=[1])
     bed.add("abcdefghij", states=[1])
-    bed.pin("abcdefgh").close()
+    bed.lock("abcdefgh").close()
     bed.add("xyzuvw", states=[1])
     assert bed.tree.value.density(bed.node("abcdefghij"), FULL_DEVICE) == 2 / (2 + 10)
     assert bed.tree.value.density(bed.node("xyzuvw"), FULL_DEVICE) == 6 / (6 + 10)
@@ -351,7 +351,7 @@ def test_a_superseded_state_is_no_place_to_resume_for_long(make_bed):
     bed.tree.supersede(bed.node("abcd"), 1)
     assert bed.tree.value.density(bed.node("ab"), STATE_DEVICE) == SUPERSEDED_SHARE * 2
     assert bed.tree.value.density(bed.node("abcd"), FULL_DEVICE) == 4 / (4 + 1)
-    bed.pin("ab").close()
+    bed.lock("ab").close()
     assert bed.tree.value.density(bed.node("ab"), STATE_DEVICE) == 2
 
 

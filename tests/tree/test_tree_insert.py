@@ -14,7 +14,7 @@ STATE_DEVICE, STATE_HOST = 2, 3
 
 
 def test_new_pages_are_taken(bed):
-    with bed.pin("abc") as lease:
+    with bed.lock("abc") as lease:
         result = bed.insert(lease, "abc")
 
     assert (result.accepted, result.duplicates, result.filled) == (3, [], [result.node])
@@ -23,7 +23,7 @@ def test_new_pages_are_taken(bed):
 
 
 def test_known_pages_are_duplicates(bed):
-    lease = bed.pin("abcd")
+    lease = bed.lock("abcd")
     bed.add("ab")  # somebody else is faster: slots 0 and 1
 
     result = bed.insert(lease, "abcd")
@@ -38,7 +38,7 @@ def test_known_pages_are_duplicates(bed):
 
 def test_a_divergence_splits_and_takes_the_rest(bed):
     bed.add("abcd")
-    lease = bed.pin("")
+    lease = bed.lock("")
 
     result = bed.insert(lease, "abxy")
 
@@ -63,7 +63,7 @@ def test_pages_on_the_host_only_come_back_with_fresh_slots(bed):
     bed.add_saved("abcd")
     bed.evict(FULL_DEVICE)
     assert bed.words(FULL_DEVICE) == set()
-    lease = bed.pin("")
+    lease = bed.lock("")
 
     result = bed.insert(lease, "abx")
 
@@ -77,7 +77,7 @@ def test_pages_on_the_host_only_come_back_with_fresh_slots(bed):
 
 def test_inserting_nothing_can_still_bring_a_state(hybrid):
     hybrid.add("ab")
-    lease = hybrid.pin("")
+    lease = hybrid.lock("")
     hybrid.insert(lease, "ab")
 
     result = hybrid.insert(lease, "ab", states=[1])
@@ -90,7 +90,7 @@ def test_inserting_nothing_can_still_bring_a_state(hybrid):
 def test_a_state_that_is_there_is_not_taken_again(hybrid):
     hybrid.add("ab", states=[1])
 
-    with hybrid.pin("ab") as lease:
+    with hybrid.lock("ab") as lease:
         hybrid.insert(lease, "ab", states=[1])
 
     assert hybrid.took == {1: False}
@@ -98,7 +98,7 @@ def test_a_state_that_is_there_is_not_taken_again(hybrid):
 
 
 def test_the_empty_prefix_has_no_state(hybrid):
-    with hybrid.pin("") as lease:
+    with hybrid.lock("") as lease:
         hybrid.insert(lease, "", states=[1])
     assert hybrid.took == {1: False}
 
@@ -117,7 +117,7 @@ def test_a_state_fills_a_tombstone(hybrid):
 
 
 def test_an_arriving_state_can_be_matched_but_not_evicted(hybrid):
-    with hybrid.pin("") as lease:
+    with hybrid.lock("") as lease:
         hybrid.insert(lease, "ab", states=[1], arriving=True)
 
     assert hybrid.node("ab").residency[STATE_DEVICE] == LOADING
@@ -126,7 +126,7 @@ def test_an_arriving_state_can_be_matched_but_not_evicted(hybrid):
 
 
 def test_more_slots_than_pages_are_refused(bed):
-    lease = bed.pin("")
+    lease = bed.lock("")
 
     with pytest.raises(InternalError, match="3 slots for pages from 0; 2 pages given"):
         bed.tree.insert(lease, bed.tokens("ab"), [0, 1, 2])
@@ -139,7 +139,7 @@ def test_more_slots_than_pages_are_refused(bed):
 
 def test_pages_behind_a_prefix_that_is_on_the_host_only_are_refused(bed):
     bed.add_host("ab")
-    lease = bed.pin("ab")
+    lease = bed.lock("ab")
 
     with pytest.raises(InternalError, match="not on the device"):
         bed.insert(lease, "abc")
@@ -219,14 +219,14 @@ def test_a_split_keeps_every_page_with_its_slot(bed):
 def test_what_belongs_to_the_end_of_a_node_stays_there(hybrid):
     hybrid.add_saved("abcd", states=[1])
     hybrid.node("abcd").stored = 0b11
-    lease = hybrid.pin("abcd")
+    lease = hybrid.lock("abcd")
 
     hybrid.add("abxy")
 
     upper, lower = hybrid.node("ab"), hybrid.node("abcd")
     assert [upper.slots[STATE_DEVICE], upper.slots[STATE_HOST]] == [None, None]
     assert [lower.slots[STATE_DEVICE], lower.slots[STATE_HOST]] == [[0], [0]]
-    assert (upper.pins, lower.pins) == ([0, 0, 0, 0], [2, 0, 1, 0])
+    assert (upper.locks, lower.locks) == ([0, 0, 0, 0], [2, 0, 1, 0])
     assert (upper.stored, lower.stored) == (0b01, 0b11)
     hybrid.check([lease])
     lease.close()
@@ -294,7 +294,7 @@ def test_cutting_a_tail_cuts_its_digests(bed):
 
 def test_wide_token_ids_reach_the_digests(bed):
     tokens = array("q", [1 << 33, 2, 3, 4])
-    with bed.tree.pin(bed.tree.match(tokens)) as lease:
+    with bed.tree.lock(bed.tree.match(tokens)) as lease:
         node = bed.tree.insert(lease, tokens, [0, 1]).node
 
     assert bed.tree.digests(node) == page_digests(tokens, 2)

@@ -1,4 +1,4 @@
-"""Pins: who holds what, and for how long."""
+"""Locks: who holds what, and for how long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATE_DEVICE, STATE_HOST = 2, 3
 def test_a_lease_keeps_the_path_and_nothing_else(bed):
     bed.add("abcd")
     bed.add("abxy")
-    lease = bed.pin("abc")
+    lease = bed.lock("abc")
 
     bed.evict(FULL_DEVICE)
 
@@ -26,13 +26,13 @@ def test_a_lease_keeps_the_path_and_nothing_else(bed):
 
 def test_closing_gives_back_exactly_once(bed):
     bed.add("ab")
-    one, two = bed.pin("ab"), bed.pin("ab")
+    one, two = bed.lock("ab"), bed.lock("ab")
 
     one.close()
     one.close()
 
     assert one.closed
-    assert bed.node("ab").pins[FULL_DEVICE] == 1
+    assert bed.node("ab").locks[FULL_DEVICE] == 1
     two.close()
     bed.evict(FULL_DEVICE)
     assert bed.match("ab").pages == 0
@@ -40,7 +40,7 @@ def test_closing_gives_back_exactly_once(bed):
 
 def test_a_lost_lease_warns_and_gives_back_at_once(bed):
     bed.add("ab")
-    lease = bed.pin("ab")
+    lease = bed.lock("ab")
     gc.disable()  # a cycle through the lease would keep it until the collector comes
     try:
         with pytest.warns(LeaseWarning, match="PathLease was lost"):
@@ -48,14 +48,14 @@ def test_a_lost_lease_warns_and_gives_back_at_once(bed):
     finally:
         gc.enable()
 
-    assert bed.node("ab").pins == [0, 0]
+    assert bed.node("ab").locks == [0, 0]
     bed.check()
 
 
 def test_pinning_splits_where_the_match_ends(bed):
     bed.add("abcd")
 
-    with bed.pin("abx") as lease:
+    with bed.lock("abx") as lease:
         assert bed.word(lease.node) == "ab"
         assert bed.node("abcd").pages == 2
         bed.check([lease])
@@ -65,7 +65,7 @@ def test_a_lease_on_a_state_keeps_it_and_its_pages(hybrid):
     hybrid.add("ab", states=[1])
     hybrid.add("abcd", states=[1])
 
-    with hybrid.pin("ab") as lease:
+    with hybrid.lock("ab") as lease:
         hybrid.evict(STATE_DEVICE)
         hybrid.evict(FULL_DEVICE)
         assert hybrid.match("abcd").pages == 2
@@ -81,7 +81,7 @@ def test_a_lease_keeps_the_host_where_the_device_has_nothing(hybrid):
     hybrid.evict(FULL_DEVICE, 2)
     assert hybrid.words(FULL_DEVICE) == {"ab"}
 
-    with hybrid.pin("abcd") as lease:
+    with hybrid.lock("abcd") as lease:
         hybrid.evict(FULL_DEVICE)
         hybrid.evict(FULL_HOST)
         hybrid.evict(STATE_HOST)
@@ -92,12 +92,12 @@ def test_a_lease_keeps_the_host_where_the_device_has_nothing(hybrid):
 
 
 def test_a_lease_moves_to_what_was_inserted_behind_it(bed):
-    lease = bed.pin("abcd")
+    lease = bed.lock("abcd")
     bed.insert(lease, "abcd")
     bed.evict(FULL_DEVICE)
     assert bed.match("abcd").pages == 4
 
-    bed.tree.repin(lease, bed.tree.root(b""))
+    bed.tree.relock(lease, bed.tree.root(b""))
     bed.check([lease])
     bed.evict(FULL_DEVICE)
 
@@ -107,7 +107,7 @@ def test_a_lease_moves_to_what_was_inserted_behind_it(bed):
 
 def test_a_lease_follows_a_split(bed):
     bed.add("abcd")
-    lease = bed.pin("abcd")
+    lease = bed.lock("abcd")
 
     bed.add("abxy")
     bed.evict(FULL_DEVICE)
@@ -120,7 +120,7 @@ def test_a_lease_follows_a_split(bed):
 
 
 def test_a_closed_lease_publishes_nothing(bed):
-    lease = bed.pin("ab")
+    lease = bed.lock("ab")
     lease.close()
 
     with pytest.raises(InternalError, match="closed"):
@@ -131,11 +131,11 @@ def test_a_closed_lease_publishes_nothing(bed):
 
 def test_a_root_that_the_tree_never_had_can_be_let_go(bed):
     bare = bed.match("ab", b"new").node
-    pins = [(bare, FULL_DEVICE)]
-    bed.tree.pin_all(pins)
+    locks = [(bare, FULL_DEVICE)]
+    bed.tree.lock_all(locks)
     bed.add("ab", b"new")
 
-    bed.tree.unpin_all(pins)
+    bed.tree.unlock_all(locks)
 
     assert bed.match("ab", b"new").pages == 2
 

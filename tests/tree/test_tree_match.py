@@ -111,10 +111,10 @@ def test_namespaces_do_not_share_pages(bed):
 
 
 def test_a_namespace_is_forgotten_with_its_last_page(bed):
-    with bed.pin("ab", b"one") as lease:
+    with bed.lock("ab", b"one") as lease:
         bed.insert(lease, "ab")
         assert set(bed.tree.roots) == {b"one"}
-    with bed.pin("ab", b"two"):
+    with bed.lock("ab", b"two"):
         assert set(bed.tree.roots) == {b"one", b"two"}
     assert set(bed.tree.roots) == {b"one"}
 
@@ -126,7 +126,7 @@ def test_a_namespace_is_forgotten_with_its_last_page(bed):
 def test_two_matches_of_a_new_namespace_meet_in_one_root(bed):
     one, two = bed.match("ab", b"new"), bed.match("ab", b"new")
 
-    with bed.tree.pin(one) as first, bed.tree.pin(two) as second:
+    with bed.tree.lock(one) as first, bed.tree.lock(two) as second:
         assert first.node is second.node is bed.tree.roots[b"new"]
 
 
@@ -222,7 +222,7 @@ def test_a_match_is_stale_once_the_structure_changed(bed):
     bed.add("x")
 
     with pytest.raises(InternalError, match="match again"):
-        bed.tree.pin(match)
+        bed.tree.lock(match)
 
 
 def test_a_match_is_stale_once_its_state_is_gone(hybrid):
@@ -232,7 +232,7 @@ def test_a_match_is_stale_once_its_state_is_gone(hybrid):
     hybrid.evict(STATE_DEVICE)
 
     with pytest.raises(InternalError, match="match again"):
-        hybrid.tree.pin(match)
+        hybrid.tree.lock(match)
 
 
 def test_a_match_is_stale_once_a_tail_was_cut(bed):
@@ -242,14 +242,14 @@ def test_a_match_is_stale_once_a_tail_was_cut(bed):
     bed.evict(FULL_DEVICE, 1)
 
     with pytest.raises(InternalError, match="match again"):
-        bed.tree.pin(match)
+        bed.tree.lock(match)
 
 
 def test_representations_say_what_matters(bed):
     bed.add("abc")
     node: Node = bed.node("abc")
 
-    assert repr(node) == "<Node 1 pages 0..3 R- pins [0, 0]>"
+    assert repr(node) == "<Node 1 pages 0..3 R- locks [0, 0]>"
     assert repr(bed.match("abx")) == "<Match 2 of 2 pages>"
 
 

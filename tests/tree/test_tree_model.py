@@ -27,8 +27,8 @@ from asynchicache.tree.node import (
     RESIDENT,
     SAVING,
     TIERS,
+    Locks,
     Node,
-    Pins,
     component_of,
     is_full,
     place_of,
@@ -36,7 +36,7 @@ from asynchicache.tree.node import (
 )
 from asynchicache.tree.radix_tree import Inserted, Pages, PathLease, UnifiedRadixTree
 from asynchicache.types import Tier, trailing_pages
-from tree.model import PAGE, Copy, Key, Model, Page, Pin, Slots
+from tree.model import PAGE, Copy, Key, Lock, Model, Page, Slots
 
 ALPHABET = 2  # four different pages, so that sequences share, diverge and split all the time
 LONGEST = 7
@@ -48,11 +48,11 @@ OPERATIONS = 850
 
 @dataclass(eq=False)
 class Held:
-    """A lease in the model: the prefix, and the pins that it holds."""
+    """A lease in the model: the prefix, and the locks that it holds."""
 
     lease: PathLease
     key: Key
-    pins: list[Pin]
+    locks: list[Lock]
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ class Twins:
 
     def alive(self, held: Held) -> bool:
         """Whether a failed copy has left the lease what it holds; if not, its request must match again."""
-        return all(page.at(pin.at) != ABSENT for pin in held.pins for page in pin.pages)
+        return all(page.at(lock.at) != ABSENT for lock in held.locks for page in lock.pages)
 
     # Operations
 
@@ -115,23 +115,23 @@ class Twins:
         assert (match.pages, match.full_pages) == (pages, full)
         assert match.branching_pages == (full if full > pages else None)
 
-    def pin(self) -> None:
+    def lock(self) -> None:
         if len(self.leases) == 4:
             return
         key = self.sequence()
         match = self.tree.match(tokens_of(key), key[0])
-        lease = self.tree.pin(match)
+        lease = self.tree.lock(match)
         end = key[0], key[1][: match.pages * PAGE]
         assert prefix_of(lease.node) == end
-        pins = self.model.anchors(end) + self.model.state_pins(end) + self.window_pins(end)
-        self.model.pin(pins)
-        self.leases.append(Held(lease, end, pins))
+        locks = self.model.anchors(end) + self.model.state_locks(end) + self.window_locks(end)
+        self.model.lock(locks)
+        self.leases.append(Held(lease, end, locks))
 
-    def unpin(self) -> None:
+    def unlock(self) -> None:
         if self.leases:
             held = self.leases.pop(self.random.randrange(len(self.leases)))
             held.lease.close()
-            self.model.pin(held.pins, -1)
+            self.model.lock(held.locks, -1)
 
     def insert(self) -> None:
         if offer := self.offer(Tier.DEVICE):
@@ -144,7 +144,7 @@ class Twins:
             )
             self.check_inserted(result, offer)
             taken = self.take_states(result.node, offer, arriving=arriving)
-            self.repinned(offer.held, offer.key)
+            self.relocked(offer.held, offer.key)
             for component_id in (*taken, *offer.windows):
                 self.tree.supersede(result.node, component_id)
             if arriving and taken:
@@ -160,7 +160,7 @@ class Twins:
     def arrive(self, node: Node, key: Key, component_ids: list[int]) -> None:
         copy = Copy(
             filled=[(key, place_of(component_id, Tier.DEVICE)) for component_id in component_ids],
-            pins=[Pin((self.model.page(key),), FULL_DEVICE)] * len(component_ids),
+            locks=[Lock((self.model.page(key),), FULL_DEVICE)] * len(component_ids),
         )
         self.launch(copies.begin_arrival(self.tree, node, component_ids), copy)
 
@@ -192,28 +192,28 @@ class Twins:
         ]
         assert sorted(self.pages_of(wanted)) == sorted(self.unloaded(held.key))
         self.begin(Tier.DEVICE, wanted)
-        self.tree.repin(held.lease, node)  # from here on the request needs them on the device
-        self.repinned(held, held.key)
+        self.tree.relock(held.lease, node)  # from here on the request needs them on the device
+        self.relocked(held, held.key)
 
-    def repinned(self, held: Held, key: Key) -> None:
+    def relocked(self, held: Held, key: Key) -> None:
         devices = [place_of(component_id, Tier.DEVICE) for component_id in self.windows]
-        kept = [pin for pin in held.pins if pin.at in devices]
-        covered = {(page, pin.at) for pin in kept for page in pin.pages}
+        kept = [lock for lock in held.locks if lock.at in devices]
+        covered = {(page, lock.at) for lock in kept for page in lock.pages}
         again = [
-            Pin((page,), pin.at)
-            for pin in self.window_pins(key, Tier.DEVICE)
-            for page in pin.pages
-            if (page, pin.at) not in covered
+            Lock((page,), lock.at)
+            for lock in self.window_locks(key, Tier.DEVICE)
+            for page in lock.pages
+            if (page, lock.at) not in covered
         ]
-        self.model.pin(held.pins, -1)
+        self.model.lock(held.locks, -1)
         held.key = key
-        held.pins = [*self.model.anchors(key), *kept, *again]
-        self.model.pin(held.pins)
+        held.locks = [*self.model.anchors(key), *kept, *again]
+        self.model.lock(held.locks)
 
-    def window_pins(self, key: Key, tier: Tier | None = None) -> list[Pin]:
+    def window_locks(self, key: Key, tier: Tier | None = None) -> list[Lock]:
         """Node by node, the pages of windows that a prefix needs: where they are nearest, with the full
         pages that they would go with, or in one tier."""
-        pins = []
+        locks = []
         for component_id in self.windows if key[1] else ():
             needed = self.model.needs(key, component_id)
             for node in path_of(self.tree, key):
@@ -222,24 +222,24 @@ class Twins:
                 nearest = self.model.nearest(pages[-1], component_id) if pages and tier is None else tier
                 if not pages or nearest is None or pages[-1].at(place_of(component_id, nearest)) == ABSENT:
                     continue
-                pins.append(Pin(pages, place_of(component_id, nearest)))
+                locks.append(Lock(pages, place_of(component_id, nearest)))
                 if tier is None and (keys[-1] == key or nearest is Tier.HOST):
-                    pins.append(Pin(pages[-1:], place_of(FULL, nearest)))
-        return pins
+                    locks.append(Lock(pages[-1:], place_of(FULL, nearest)))
+        return locks
 
     def move_on(self) -> None:
         """A request has passed its windows."""
         held = self.holder(lambda held: bool(self.windows))
         if held is None:
             return
-        behind: Pins = []
+        behind: Locks = []
         for component_id in self.windows:
             self.tree.drop_behind(held.lease, component_id, LONGEST, behind)
         self.check_leases(behind)
-        self.tree.unpin_all(behind)
-        gone = [pin for pin in held.pins if component_of(pin.at) in self.windows]
-        held.pins = [pin for pin in held.pins if pin not in gone]
-        self.model.pin(gone, -1)
+        self.tree.unlock_all(behind)
+        gone = [lock for lock in held.locks if component_of(lock.at) in self.windows]
+        held.locks = [lock for lock in held.locks if lock not in gone]
+        self.model.lock(gone, -1)
 
     def unsaved(self, key: Key) -> Iterator[tuple[Key, int]]:
         """In the order of the tree's nodes: each with its full pages first."""
@@ -286,15 +286,15 @@ class Twins:
             for key, slot in zip(keys, slots, strict=True):
                 assert self.model.offer(key, at, slot, state)
                 copy.filled.append((key, at))
-            copy.pins.append(
-                Pin(sources if want.component_id else (end,), place_of(want.component_id, other))
+            copy.locks.append(
+                Lock(sources if want.component_id else (end,), place_of(want.component_id, other))
             )
             if want.component_id:
-                copy.pins += [Pin((end,), FULL_DEVICE), Pin((end,), FULL_HOST)]
+                copy.locks += [Lock((end,), FULL_DEVICE), Lock((end,), FULL_HOST)]
         self.launch(copies.begin(self.tree, tier, given), copy)
 
     def launch(self, tier_copy: TierCopy, copy: Copy) -> None:
-        self.model.pin(copy.pins)
+        self.model.lock(copy.locks)
         self.model.copies.append(copy)
         self.tier_copies.append((tier_copy, copy))
 
@@ -329,7 +329,7 @@ class Twins:
             page = self.model.pages[key]
             assert page.at(where) == RESIDENT
             # What a lease lost to a failed copy protects nothing above it either: see `alive`.
-            assert not page.pins[where] or not all(map(self.alive, self.leases))
+            assert not page.locks[where] or not all(map(self.alive, self.leases))
         for key, where in sorted(gone, key=lambda one: (-len(one[0][1]), -one[1])):
             self.model.vacate(key, where)
         assert freed.lost == before - len(self.model.pages)
@@ -428,15 +428,15 @@ class Twins:
             pages = [model.page(key) for key in model.path(prefix_of(node), node.end - node.pages)]
             for at in model.paged - {FULL_DEVICE, FULL_HOST}:
                 # A lease keeps whole nodes, and both halves of one that is split: never less than it needs.
-                assert node.pins[at] >= max(page.pins[at] for page in pages)
+                assert node.locks[at] >= max(page.locks[at] for page in pages)
         for at, pool in enumerate(self.pools):
             owned = [page.slots[at] for page in model.pages.values() if at in page.slots]
             owned += [slot for copy in model.copies for slot in copy.orphans.get(at, ())]
             assert pool.problems() == []
             assert sorted(owned) == sorted(pool.held_slots())
-        assert all(root.children or any(root.pins) for root in tree.roots.values())
+        assert all(root.children or any(root.locks) for root in tree.roots.values())
 
-    def check_leases(self, behind: Pins | None = None) -> None:
+    def check_leases(self, behind: Locks | None = None) -> None:
         leases = [held.lease for held in self.leases]
         tier_copies = [tier_copy for tier_copy, _ in self.tier_copies] + [
             TierCopy(Tier.HOST, {}, behind or [])
@@ -444,13 +444,13 @@ class Twins:
         assert verify.problems(self.tree, leases, tier_copies) == []
 
     def seen(self, page: Page) -> dict[int, tuple[int, int | None, int]]:
-        pins = {
-            at: count for at, count in page.pins.items() if count and component_of(at) not in self.windows
+        locks = {
+            at: count for at, count in page.locks.items() if count and component_of(at) not in self.windows
         }
-        return {at: (page.at(at), page.slots.get(at), pins.get(at, 0)) for at in {*page.slots, *pins}}
+        return {at: (page.at(at), page.slots.get(at), locks.get(at, 0)) for at in {*page.slots, *locks}}
 
     def seen_in(self) -> Iterator[tuple[Key, dict[int, tuple[int, int | None, int]]]]:
-        """The tree's nodes, cut into pages. States and pins are at the last page of a node."""
+        """The tree's nodes, cut into pages. States and locks are at the last page of a node."""
         for node in self.tree.nodes():
             for index, key in enumerate(Model.path(prefix_of(node), node.end - node.pages)):
                 last = index == node.pages - 1
@@ -459,9 +459,9 @@ class Twins:
                     paged = at in self.model.paged
                     here = slots is not None and (last or paged)
                     slot = node.slots_at(at)[index if paged else 0] if here else None
-                    pins = node.pins[at] if last and component_of(at) not in self.windows else 0
-                    if slot is not None or pins:
-                        at_page[at] = (ABSENT if slot is None else node.residency[at], slot, pins)
+                    locks = node.locks[at] if last and component_of(at) not in self.windows else 0
+                    if slot is not None or locks:
+                        at_page[at] = (ABSENT if slot is None else node.residency[at], slot, locks)
                 yield key, at_page
 
     def pages_of(self, wanted: list[CopyRequest]) -> list[tuple[Key, int]]:
@@ -475,11 +475,11 @@ class Twins:
         ]
 
     def settle(self) -> None:
-        """End everything: nothing may be pinned or in flight then, and all of it can be evicted."""
+        """End everything: nothing may be locked or in flight then, and all of it can be evicted."""
         while self.tier_copies:
             self.finish()
         while self.leases:
-            self.unpin()
+            self.unlock()
         for at, pool in enumerate(self.pools):
             self.evict_at(at, pool.capacity)
         self.check()
@@ -516,7 +516,7 @@ def as_sets(slots: Slots) -> dict[int, list[int]]:
 
 
 WEIGHTS = {
-    Twins.match: 2, Twins.pin: 4, Twins.unpin: 3, Twins.insert: 4, Twins.insert_host: 2,
+    Twins.match: 2, Twins.lock: 4, Twins.unlock: 3, Twins.insert: 4, Twins.insert_host: 2,
     Twins.save: 4, Twins.load: 4, Twins.finish: 4, Twins.evict: 3, Twins.digests: 1, Twins.move_on: 1,
 }  # fmt: skip
 

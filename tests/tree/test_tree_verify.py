@@ -21,7 +21,7 @@ def grown(hybrid):
 
 
 def test_a_tree_that_is_well_has_no_problems(grown):
-    with grown.pin("abcd") as lease:
+    with grown.lock("abcd") as lease:
         grown.check([lease])
 
 
@@ -53,8 +53,8 @@ def two_states(bed):
     bed.node("abcd").slots[STATE_DEVICE].append(9)
 
 
-def negative_pins(bed):
-    bed.node("abcd").pins[FULL_HOST] = -1
+def negative_locks(bed):
+    bed.node("abcd").locks[FULL_HOST] = -1
 
 
 def nowhere(bed):
@@ -110,7 +110,7 @@ def candidate_with_a_later_entry(bed):
 
 
 def pin_of_nobody(bed):
-    bed.tree.pin_for([], bed.node("abcd"), FULL_DEVICE)
+    bed.tree.lock_for([], bed.node("abcd"), FULL_DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def pin_of_nobody(bed):
         (lost_slots, "has None at place 0"),
         (too_few_slots, "has [2] at place 0"),
         (two_states, "has [1, 9] at place 2"),
-        (negative_pins, "has -1 pins at place 1"),
+        (negative_locks, "has -1 locks at place 1"),
         (nowhere, "has full pages nowhere"),
         (child_without_parent, "has full pages in DEVICE and its parent has not"),
         (state_without_pages, "has component 1 in HOST without full pages"),
@@ -136,7 +136,7 @@ def pin_of_nobody(bed):
         (stale_candidate, "is a stale candidate at place 0"),
         (candidate_without_entry, "would come up too late at place 2"),
         (candidate_with_a_later_entry, "would come up too late at place 0"),
-        (pin_of_nobody, "has 1 pins at place 0, leases hold 0"),
+        (pin_of_nobody, "has 1 locks at place 0, leases hold 0"),
     ],
 )
 def test_damage_is_named(grown, damage, message):
@@ -148,7 +148,7 @@ def test_damage_is_named(grown, damage, message):
 
 
 def test_pins_are_not_checked_without_the_leases(grown):
-    with grown.pin("abcd"):
+    with grown.lock("abcd"):
         assert verify.problems(grown.tree) == []
         assert verify.problems(grown.tree, []) != []
 

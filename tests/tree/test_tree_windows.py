@@ -30,7 +30,7 @@ def windowed(bed, place: SlotPlace = DEVICE) -> set[str]:
 
 def kept_windows(bed, lease) -> list[str]:
     """The ends of the nodes whose window a lease keeps on the device, each as often as it does."""
-    return sorted(bed.word(node) for node, place in lease.pinned if place == DEVICE)
+    return sorted(bed.word(node) for node, place in lease.locked if place == DEVICE)
 
 
 # Where a prefix may end
@@ -91,7 +91,7 @@ def test_a_state_and_a_window_must_meet(mixed):
 
 def test_two_windows_of_different_length_intersect(make_bed):
     bed = make_bed(windows=[1, 3])
-    with bed.pin("abcdef") as lease:
+    with bed.lock("abcdef") as lease:
         bed.insert(lease, "abcdef", windows=2)
 
     assert bed.match("abcdef").pages == 0  # the longer one lacks a page
@@ -163,7 +163,7 @@ def test_a_split_leaves_both_halves_their_slots(sliding):
 def test_a_lease_keeps_its_window_and_no_more(sliding):
     sliding.add("abcdef")
 
-    with sliding.pin("abcdef") as lease:
+    with sliding.lock("abcdef") as lease:
         sliding.evict(DEVICE)
         assert windowed(sliding) == {"abcde", "abcdef"}
         sliding.check([lease])
@@ -174,18 +174,18 @@ def test_a_lease_keeps_its_window_and_no_more(sliding):
 def test_a_lease_keeps_a_window_through_a_split(sliding):
     """Lock and unlock walked different nodes after a split (#24153, #24972, #36377)."""
     sliding.add("abcd")
-    with sliding.pin("abcd") as lease:
+    with sliding.lock("abcd") as lease:
         sliding.add("abcxy", windows=2)  # cuts the leased window in two
         sliding.check([lease])
         sliding.evict(DEVICE)
         assert {"abc", "abcd"} <= windowed(sliding)
     sliding.check()
-    assert all(not any(node.pins) for node in sliding.tree.nodes())
+    assert all(not any(node.locks) for node in sliding.tree.nodes())
 
 
 def test_two_leases_on_one_window_are_let_go_one_by_one(sliding):
     sliding.add("abcd")
-    first, second = sliding.pin("abcd"), sliding.pin("abcd")
+    first, second = sliding.lock("abcd"), sliding.lock("abcd")
     sliding.add("abcxy", windows=2)
 
     first.close()
@@ -198,19 +198,19 @@ def test_two_leases_on_one_window_are_let_go_one_by_one(sliding):
 
 def test_a_lease_that_moves_on_keeps_both_windows_until_told(sliding):
     sliding.add("abcd", windows=2)
-    with sliding.pin("abcd") as lease:
+    with sliding.lock("abcd") as lease:
         sliding.insert(lease, "abcdefg", windows=3)
         sliding.evict(DEVICE)
         assert windowed(sliding) >= {"abc", "abcd", "abcdef", "abcdefg"}  # a forward may read all of it
-        behind: copies.Pins = []
+        behind: copies.Locks = []
         sliding.tree.drop_behind(lease, WINDOW, 4, behind)
         sliding.evict(DEVICE)
         assert {"abc", "abcd"} <= windowed(sliding)
-        sliding.tree.unpin_all(behind)
+        sliding.tree.unlock_all(behind)
         sliding.evict(DEVICE)
         assert windowed(sliding) == {"abcde", "abcdef", "abcdefg"}  # e was just written
         sliding.tree.drop_behind(lease, WINDOW, 5, behind)
-        sliding.tree.unpin_all(behind)
+        sliding.tree.unlock_all(behind)
         sliding.evict(DEVICE)
         assert windowed(sliding) == {"abcdef", "abcdefg"}
         sliding.check([lease])
@@ -233,7 +233,7 @@ def test_what_lies_behind_the_window_goes_first(sliding):
 def test_the_window_of_the_last_turn_goes_before_older_conversations(sliding):
     sliding.add("xy")
     sliding.add("abcd", windows=2)
-    with sliding.pin("abcd") as lease:
+    with sliding.lock("abcd") as lease:
         result = sliding.insert(lease, "abcdefgh", windows=2)
         sliding.tree.supersede(result.node, WINDOW)
 
@@ -246,7 +246,7 @@ def test_a_window_at_a_branch_is_not_superseded(sliding):
     sliding.add("xy")
     sliding.add("abcd", windows=2)
     sliding.add("abcdyz", windows=2)
-    with sliding.pin("abcd") as lease:
+    with sliding.lock("abcd") as lease:
         result = sliding.insert(lease, "abcdefgh", windows=2)
         sliding.tree.supersede(result.node, WINDOW)
 
@@ -313,7 +313,7 @@ def test_exactly_the_missing_window_is_loaded(sliding):
     sliding.add_saved("abcdef")
     sliding.evict(FULL_DEVICE)
 
-    with sliding.pin("abcdef") as lease:
+    with sliding.lock("abcdef") as lease:
         wanted = copies.missing_on_device(sliding.tree, lease.node)
         sizes = {n: sum(w.size for w in wanted if w.component_id == n) for n in (FULL, WINDOW)}
         assert sizes == {FULL: 6, WINDOW: 2}
@@ -331,7 +331,7 @@ def test_a_window_half_on_the_device_is_completed(sliding):
     with sliding.tree.lease(sliding.node("abcde")) as lease:
         sliding.insert(lease, "abcdef", windows=1)
 
-    with sliding.pin("abcdef") as lease:
+    with sliding.lock("abcdef") as lease:
         wanted = copies.missing_on_device(sliding.tree, lease.node)
 
         assert wanted == [CopyRequest(sliding.node("abcde"), WINDOW)]
@@ -377,14 +377,14 @@ def test_a_failed_load_takes_its_window_back(sliding):
 
 
 def test_a_lease_keeps_each_page_that_was_taken_once_and_none_before(sliding):
-    with sliding.pin("abcdef") as lease:
+    with sliding.lock("abcdef") as lease:
         sliding.insert(lease, "abcdef", windows=4)  # the pages c to f; the window is e and f
 
         assert kept_windows(sliding, lease) == ["abcd", "abcdef"]
 
 
 def test_a_lease_keeps_none_that_were_refused_but_for_its_window(sliding):
-    with sliding.pin("abcdef") as lease:
+    with sliding.lock("abcdef") as lease:
         sliding.add("abcdef")
         sliding.insert(lease, "abcdef")
 

@@ -145,7 +145,7 @@ class MetadataNamespace:
 
     def end_read(self, located: m.Located) -> None:
         """End a read. The next call reports it to the service."""
-        if located.lease and len(self._finished) < m.MOST_KEYS:
+        if located.lease and len(self._finished) < m.MAX_KEYS:
             self._finished.append(located.lease)
 
     async def reserve(self, token: str, keys: Sequence[str]) -> m.Reserved:

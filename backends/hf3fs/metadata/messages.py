@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-MOST_KEYS = 16_384
+MAX_KEYS = 16_384
 """Keys of one call; more are refused."""
 
 _MOST = 1 << 40
@@ -17,11 +17,11 @@ Key = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 """A page digest, 32 bytes in hexadecimal digits."""
 Token = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 """Names one put, so that asking again gets the same slots."""
-Keys = Annotated[list[Key], Meta(max_length=MOST_KEYS)]
+Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]
 Whole = Annotated[int, Meta(ge=0, lt=_MOST)]
 Count = Annotated[int, Meta(ge=1, lt=_MOST)]
 Generation = Annotated[int, Meta(ge=1, lt=1 << 62)]
-Leases = Annotated[list[int], Meta(max_length=MOST_KEYS)]
+Leases = Annotated[list[int], Meta(max_length=MAX_KEYS)]
 
 
 class MetadataMessage(Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,7 +43,7 @@ class Claim(Struct, frozen=True, array_like=True):
     generation: Generation
 
 
-Claims = Annotated[list[Claim], Meta(max_length=MOST_KEYS)]
+Claims = Annotated[list[Claim], Meta(max_length=MAX_KEYS)]
 
 
 class Open(MetadataMessage, frozen=True):
@@ -133,7 +133,7 @@ class Confirmed(MetadataMessage, frozen=True):
 class Release(MetadataMessage, frozen=True):
     """Release reserved slots that were not written."""
 
-    places: Annotated[list[SlotVersion], Meta(max_length=MOST_KEYS)]
+    places: Annotated[list[SlotVersion], Meta(max_length=MAX_KEYS)]
 
 
 class Forget(MetadataMessage, frozen=True):

@@ -28,7 +28,7 @@ from asynchicache.backends.hf3fs.metadata import messages as m
 from asynchicache.backends.hf3fs.metadata.store import MetadataStore, UnknownNamespaceError
 from asynchicache.errors import StorageFormatError, UsageError
 
-MOST_BODY_BYTES = 8 << 20
+MAX_BODY_BYTES = 8 << 20
 """Bytes of one request; more are refused."""
 
 logger = logging.getLogger(__name__)
@@ -161,8 +161,8 @@ async def _body(request: Request) -> bytes:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MOST_BODY_BYTES:
-            raise UsageError(f"a request has at most {MOST_BODY_BYTES} bytes")
+        if len(body) > MAX_BODY_BYTES:
+            raise UsageError(f"a request has at most {MAX_BODY_BYTES} bytes")
     return bytes(body)
 
 

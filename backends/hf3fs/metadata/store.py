@@ -29,7 +29,7 @@ from asynchicache.backends.hf3fs.metadata.messages import (
 from asynchicache.errors import ConfigError, StorageFormatError, UsageError
 
 LEASE_SECONDS = 60.0
-_MOST_TOUCHES = 4096
+_MAX_TOUCHES = 4096
 _FREE, _RESERVED, _HELD = range(3)
 
 
@@ -230,7 +230,7 @@ class MetadataStore:
     def _use(self, namespace: int, held: dict[str, SlotVersion], keys: Iterable[str]) -> None:
         """Count pages as used, the last one most recently; write the counts once there are many."""
         self._touch(self._slots(namespace, held, keys))
-        if len(self._touched) > _MOST_TOUCHES:
+        if len(self._touched) > _MAX_TOUCHES:
             with transaction(self._database):
                 self._write_touches()
 

@@ -27,7 +27,7 @@ from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.engine import GROUP_BYTES, TransferEngine
-from asynchicache.transfer.plan import CacheOperation, Direction, PoolExtent, merge
+from asynchicache.transfer.plan import CacheOperation, Direction, PoolShape, merge
 from asynchicache.types import PoolTransfer
 
 OPERATIONS = 64
@@ -35,7 +35,7 @@ _PAGE_SIZE = 16
 _CLOSE_SECONDS = 30.0
 _PLAN_PAGES, _PLAN_LAYERS = 8_192, 80
 _KEYS = TensorSpec("keys", tuple(range(_PLAN_LAYERS)), (8, 128), "bfloat16")
-_LARGE = PoolExtent(PoolSpec("kv", (_KEYS,)), 64, 4 * _PLAN_PAGES, 4 * _PLAN_PAGES)
+_LARGE = PoolShape(PoolSpec("kv", (_KEYS,)), 64, 4 * _PLAN_PAGES, 4 * _PLAN_PAGES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from asynchicache.bench.pool_sizes import PoolSizes
 from asynchicache.errors import ConfigError
-from asynchicache.options import MOST, CommandOptions, Natural, Positive, about
+from asynchicache.options import LARGEST_FLOAT, CommandOptions, Natural, Positive, about
 
 
 class MultiturnOptions(CommandOptions, frozen=True):
@@ -22,7 +22,7 @@ class MultiturnOptions(CommandOptions, frozen=True):
     checkpoint_interval: Annotated[Positive, about("tokens between places where a state can be kept")] = 256
     mamba_slots: Annotated[int, Meta(ge=3), about("states that the device holds")] = 6
     window: Annotated[Natural, about("tokens of a sliding window, instead of recurrent states; 0: none")] = 0
-    host_ratio: Annotated[float, Meta(ge=0, le=MOST), about("host slots for each device slot")] = 2.0
+    host_ratio: Annotated[float, Meta(ge=0, le=LARGEST_FLOAT), about("host slots for each device slot")] = 2.0
     offload_mamba: Annotated[bool, about("let states leave the device for host memory and storage")] = True
     tails: Annotated[bool, about("let prefixes end inside a page, see the option tails")] = False
     move_bytes: Annotated[bool, about("move real bytes through the whole cache, ten times slower")] = False

@@ -15,7 +15,7 @@ from asynchicache.kernels.cuda_driver import CudaDriver
 from asynchicache.pools.slabs import Slab
 from asynchicache.transfer.plan import Direction
 
-MOST_SINGLES = 4096
+MAX_SINGLES = 4096
 """Single copies of one loop. Each costs microseconds whatever follows, so more would say the same."""
 
 
@@ -49,9 +49,9 @@ class PlainMemory:
         self.destination.copy_(self.source, non_blocking=True)
 
     def singles(self, run_bytes: int, seed: int) -> RunBatch:
-        """Up to `MOST_SINGLES` runs of `run_bytes`, in random order."""
+        """Up to `MAX_SINGLES` runs of `run_bytes`, in random order."""
         rng, there = random.Random(seed), self.nbytes // run_bytes
-        number = min(MOST_SINGLES, there)
+        number = min(MAX_SINGLES, there)
         order = [np.array(rng.sample(range(there), number), np.int64) * run_bytes for _ in range(2)]
         return RunBatch(
             order[0] + self.source.data_ptr(),

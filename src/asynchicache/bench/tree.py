@@ -43,7 +43,7 @@ class SetResult(TypedDict):
     """One set of pools.
 
     Attributes:
-        turns_s: turns per second; a turn is match, pin, evict if needed, allocate, insert, release.
+        turns_s: turns per second; a turn is match, lock, evict if needed, allocate, insert, release.
         match_us: duration of one match in a turn.
         tokens_s: prompt tokens looked up per second of turns.
         hit_rate: share of prompt tokens found in the tree.
@@ -173,7 +173,7 @@ class _Server:
         """Serve one turn; return the number of its prompt's pages that were hits."""
         tree = self.tree
         match = self.match(turn.tokens, limit=turn.prompt // tree.page_size)
-        lease = tree.pin(match, tree.credit(turn.tokens, match))
+        lease = tree.lock(match, tree.credit(turn.tokens, match))
         _path_slots(lease.node)  # the prefix's slots, as for an attention kernel
         new = len(turn.tokens) // tree.page_size - match.pages
         slots = self._allocate(FULL_DEVICE, new)
@@ -286,7 +286,7 @@ def _full_hit_us(page_size: int, nodes: int) -> float:
     """Duration of a full match of a long sequence in a path of `nodes` nodes."""
     tokens = array("q", range(1, FULL_HIT_TOKENS + 1))
     tree = UnifiedRadixTree(page_size)
-    lease = tree.pin(tree.match(tokens))
+    lease = tree.lock(tree.match(tokens))
     pages = FULL_HIT_TOKENS // page_size
     for number in range(nodes):
         begin, end = pages * number // nodes, pages * (number + 1) // nodes

@@ -100,12 +100,14 @@ class VirtualCache(InstantCache):
 
     def _prefetch(self, request: RequestState) -> None:
         """Load the prefix's stored pages to the host."""
-        reader, names = self.planner.fetches, self.planner.state.names
-        query = reader.ask(request.tokens, request.seed)
+        reader, names = self.planner.prefetches, self.planner.state.names
+        query = reader.make_query(request.tokens, request.seed)
         if query is None:
             return
         present = {
-            number: self._present(names[number], query.digests, query.base if number else query.here)
+            number: self._present(
+                names[number], query.digests, query.matched_pages if number else query.memory_pages
+            )
             for number in self._asked()
         }
         choice = reader.choose(query, present)
@@ -125,7 +127,7 @@ class VirtualCache(InstantCache):
         self.planner.rematch(request)
 
     def _asked(self) -> list[int]:
-        return [n for n in range(len(self.planner.state.names)) if self.planner.fetches.can_read(n)]
+        return [n for n in range(len(self.planner.state.names)) if self.planner.prefetches.can_read(n)]
 
     def _present(self, pool: str, digests: Sequence[bytes], first: int) -> bytes:
         """For each page from number `first` on, a byte: 1 if storage has it."""

@@ -28,7 +28,7 @@ from asynchicache.cli.output import CommandResult, Output
 from asynchicache.config import BACKEND_GROUP, load_factory
 from asynchicache.errors import CacheError
 from asynchicache.layouts import ALIGNMENT
-from asynchicache.pools.memory import memory_budget
+from asynchicache.pools.memory import process_memory
 from asynchicache.pools.slabs import Slab, allocate_slab
 from asynchicache.transfer.calibration import measured_paths
 from asynchicache.transfer.plan import Direction
@@ -233,7 +233,7 @@ def check_memory_limits(root: Path = Path("/")) -> Check:
     Args:
         root: where `proc` and `sys` are mounted.
     """
-    budget = memory_budget(root)
+    budget = process_memory(root)
     limit = "no control group limits it" if budget.limit is None else f"limit {_gib(budget.limit)}"
     words = f"{_gib(budget.available)} available, {limit}"
     return Check("memory limits", budget.available >= LEAST_MEMORY, words)

@@ -11,13 +11,21 @@ import msgspec
 from msgspec import Meta
 
 from asynchicache.errors import ConfigError
-from asynchicache.options import MOST, CommandOptions, Natural, Positive, about, check_folder, named_values
+from asynchicache.options import (
+    LARGEST_FLOAT,
+    CommandOptions,
+    Natural,
+    Positive,
+    about,
+    check_folder,
+    named_values,
+)
 
 if TYPE_CHECKING:
     from asynchicache.config import CacheConfig
 
 TINY = "tiny"
-_MOST_THREADS = 1024
+_MAX_THREADS = 1024
 """Torch starts as many threads as it is told, and dies of too many."""
 
 
@@ -83,7 +91,7 @@ class ServeOptions(CommandOptions, frozen=True):
     ] = "info"
     access_log: Annotated[bool, about("log each request, at level info")] = True
     drain_seconds: Annotated[
-        float, Meta(ge=0, le=MOST), about("how long requests may go on after SIGTERM")
+        float, Meta(ge=0, le=LARGEST_FLOAT), about("how long requests may go on after SIGTERM")
     ] = 30.0
     kv_events_config: Annotated[str, about("publish KV events: a JSON object as for vLLM and SGLang")] = ""
     record_trace: Annotated[str, about("write a trace of the requests to this file, for `replay`")] = ""
@@ -91,8 +99,8 @@ class ServeOptions(CommandOptions, frozen=True):
     seed: int = 0
 
     def check(self) -> None:
-        if self.threads > _MOST_THREADS:
-            raise ConfigError(f"--threads {self.threads}: must be {_MOST_THREADS} at most")
+        if self.threads > _MAX_THREADS:
+            raise ConfigError(f"--threads {self.threads}: must be {_MAX_THREADS} at most")
         if self.storage and self.storage_path:
             raise ConfigError("--storage-path is short for --storage file: say one of them")
         if self.storage_option and not self.storage:

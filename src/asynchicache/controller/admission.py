@@ -93,7 +93,7 @@ class Admission:
     def _match_again(self, waiter: Waiter) -> None:
         """Match again for a request whose match was released while it waited."""
         if waiter.rested and waiter.request.resting and not waiter.request.closed:
-            self._planner.rematch(waiter.request, fetched=False)
+            self._planner.rematch(waiter.request, prefetched=False)
 
     def _attempt(self, waiter: Waiter, attempt: Callable[[], T]) -> tuple[T] | None:
         """The result of `attempt` in a tuple, or None to keep waiting.

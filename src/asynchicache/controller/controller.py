@@ -89,7 +89,7 @@ class HybridCacheController:
         """Count a request whose prefix is loaded."""
         prompt, hit = request.prompt, request.hit_tokens(self.planner.state.page_size)
         reason = self.planner.reason(request)
-        self.hits.count(prompt, hit, request.tier, reason, self.planner.limiting_pool(request))
+        self.hits.count(prompt, hit, request.tier, reason, self.planner.held_back_by(request))
         self.hits.hit_slots.update(request.sources)
         if self._count_namespaces:
             name = self.namespaces.named(request.seed).name or ""

@@ -7,8 +7,8 @@ from collections import deque
 from typing import Self
 from weakref import WeakSet
 
-from asynchicache.controller.event_encoder import TreeEvents
 from asynchicache.controller.namespaces import Namespaces
+from asynchicache.controller.tree_events import TreeEvents
 from asynchicache.errors import ConfigError
 from asynchicache.events import CacheEvent, EventsDropped, PagesStored
 from asynchicache.planner.planner import Planner

@@ -16,9 +16,9 @@ from asynchicache.controller.storage_pools import StoragePools, linger
 from asynchicache.controller.storage_writer import StorageWriter
 from asynchicache.histograms import Histogram
 from asynchicache.planner.costs import LoadCosts
-from asynchicache.planner.fetch import Outcomes, ReadResult, StorageQuery, StorageRead
 from asynchicache.planner.options import PrefetchOptions
 from asynchicache.planner.planner import Planner
+from asynchicache.planner.prefetch import Outcomes, ReadResult, StorageQuery, StorageRead
 from asynchicache.planner.request_state import RequestState
 from asynchicache.storage.limits import BatchResult
 from asynchicache.tree.node import FULL, FULL_HOST, place_of
@@ -84,7 +84,7 @@ class Prefetcher:
             is_busy: whether requests wait for room.
         """
         self._planner = planner
-        self._fetches = planner.fetches
+        self._prefetches = planner.prefetches
         self._storage = stored
         self._presence = presence
         self._options = options
@@ -106,12 +106,14 @@ class Prefetcher:
         requests.
         """
         tokens, seed = request.tokens, request.seed
-        fetched = self.release(request)
-        if self._executor.failure is not None or not (self._storage or self._fetches.saving(tokens, seed)):
+        prefetched = self.release(request)
+        if self._executor.failure is not None or not (
+            self._storage or self._prefetches.backup_in_flight(tokens, seed)
+        ):
             return
-        lacks = self._fetches.missing_pages(request.tokens, request.seed)
+        lacks = self._prefetches.missing_pages(request.tokens, request.seed)
         if not lacks:  # another request may have published it since the match
-            self._planner.rematch(request, fetched=fetched)
+            self._planner.rematch(request, prefetched=prefetched)
             return
         prefetch = _Prefetch(request, asyncio.get_running_loop().create_future())
         prefetch.awaited = self._options.policy is not PrefetchPolicy.BEST_EFFORT
@@ -133,8 +135,8 @@ class Prefetcher:
         """Insert what was read for a request while it computed the pages before; whether any was."""
         read = self._held.pop(request, None)
         if read is not None:
-            for gained in self._fetches.release_held(read):
-                self._committed(gained)
+            for result in self._prefetches.release_held(read):
+                self._committed(result)
         return read is not None
 
     def pass_on(self, request: RequestState, resumed: RequestState) -> None:
@@ -184,79 +186,79 @@ class Prefetcher:
         tokens, seed = prefetch.request.tokens, prefetch.request.seed
         joins, best = _JOINS, -1
         while True:
-            await self._saved(tokens, seed)
+            await self._wait_for_backups(tokens, seed)
             reason = await self._present(known, tokens, seed, digests)
-            query = self._fetches.ask(tokens, seed, digests)
+            query = self._prefetches.make_query(tokens, seed, digests)
             if query is None:
                 return MissReason.NONE
             if prefetch.awaited and best < 0:
-                reach = known.reach(query.here)
-                if self._reads_aside(prefetch, query, known.flags, self._split(prefetch, query, reach)):
+                reach = known.reach(query.memory_pages)
+                if self._reads_ahead(prefetch, query, known.flags, self._split(prefetch, query, reach)):
                     return MissReason.CHEAPER_TO_COMPUTE
                 if not self._pays(query, reach):
-                    self._fetches.release(query)
+                    self._prefetches.release(query)
                     return MissReason.CHEAPER_TO_COMPUTE
-            gained, reason = await self._read(prefetch, query, known.flags, reason, join=joins > 0)
-            if gained is None or gained.pages >= gained.read.target or not gained.read.joined:
-                await self._saved(tokens, seed)
+            result, reason = await self._read(prefetch, query, known.flags, reason, join=joins > 0)
+            if result is None or result.pages >= result.read.target or not result.read.joined:
+                await self._wait_for_backups(tokens, seed)
                 return reason
-            if gained.pages <= best:
+            if result.pages <= best:
                 joins -= 1
-            best = max(best, gained.pages)
+            best = max(best, result.pages)
 
-    async def _saved(self, tokens: array[int], seed: bytes) -> None:
+    async def _wait_for_backups(self, tokens: array[int], seed: bytes) -> None:
         """Wait while pages of the prefix are being copied from an engine's pages to the host."""
-        while self._fetches.saving(tokens, seed) and not self._executor.stopped:
+        while self._prefetches.backup_in_flight(tokens, seed) and not self._executor.stopped:
             await self._executor.next_progress()
 
     def _pays(self, query: StorageQuery, reach: int) -> bool:
         """Whether to read full pages up to `reach`, with what they need: whether computing takes longer."""
         if not (self._options.load_or_compute or self._options.min_fetch_tokens):
             return True
-        pages, nbytes = self._fetches.offer(query, reach)
+        pages, nbytes = self._prefetches.estimate(query, reach)
         size = self._planner.state.page_size
         if not nbytes:
             return True
         if not self._options.load_or_compute:
             return pages * size >= self._options.min_fetch_tokens
         busy = float(self._is_busy())
-        return self._costs.worth_loading(pages * size, query.base * size, nbytes, busy=busy)
+        return self._costs.worth_loading(pages * size, query.matched_pages * size, nbytes, busy=busy)
 
     def _split(self, prefetch: _Prefetch, query: StorageQuery, reach: int) -> int:
         """Pages of the prefix to compute while the rest, up to `reach`, is read; 0: none."""
         if not self._options.partial_loads or len(self._planner.state.names) > 1 or prefetch.request.split:
             return 0
-        missing, nbytes = self._fetches.offer(query, reach)
+        missing, nbytes = self._prefetches.estimate(query, reach)
         if not nbytes or missing > self._planner.state.free[FULL_HOST].capacity:
             return 0  # what is computed needs a place on the host too: pages stand on those before them
         size, page_bytes = self._planner.state.page_size, nbytes // missing
         computed = self._costs.split(
-            missing, size, query.here * size, page_bytes, busy=float(self._is_busy())
+            missing, size, query.memory_pages * size, page_bytes, busy=float(self._is_busy())
         )
-        return query.here + computed if computed else 0
+        return query.memory_pages + computed if computed else 0
 
-    def _reads_aside(
+    def _reads_ahead(
         self, prefetch: _Prefetch, query: StorageQuery, present: Mapping[int, bytes], split: int
     ) -> bool:
         """Begin to read the pages from `split` on, for when the request has computed those before; False if
         there is no split, or no room."""
         if not split or prefetch.settled:
             return False
-        choice = self._fetches.choose(query, present, computed=split)
-        self._executor.run(choice.backups)
-        if choice.read is None:
+        plan = self._prefetches.choose(query, present, computed=split)
+        self._executor.run(plan.backups)
+        if plan.read is None:
             return False
         prefetch.request.split = split * self._planner.state.page_size
-        self._held[prefetch.request] = choice.read
-        self._commits[choice.read] = asyncio.get_running_loop().create_future()
-        self._readers[choice.read] = prefetch
-        self._executor.call(self._get(choice.read))
+        self._held[prefetch.request] = plan.read
+        self._commits[plan.read] = asyncio.get_running_loop().create_future()
+        self._readers[plan.read] = prefetch
+        self._executor.call(self._get(plan.read))
         return True
 
     async def _digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
         """Digests of all pages that could be restored."""
         size = self._planner.state.page_words
-        known = self._fetches.known_digests(tokens, seed)
+        known = self._prefetches.known_digests(tokens, seed)
         with memoryview(tokens) as view:
             rest = view[len(known) * size : (len(tokens) - 1) // size * size].tobytes()
         return known + await sliced_digests(memoryview(rest).cast("q"), size, known[-1] if known else seed)
@@ -266,48 +268,54 @@ class Prefetcher:
         prefetch: _Prefetch,
         query: StorageQuery,
         present: Mapping[int, bytes],
-        trouble: MissReason,
+        presence_reason: MissReason,
         *,
         join: bool,
     ) -> tuple[ReadResult | None, MissReason]:
         """Choose, read and commit; returns the result, None if there was nothing to read, and the reason."""
         read: StorageRead | None = None
         try:
-            choice = self._fetches.choose(query, present, join=join)
-            read = choice.read
+            plan = self._prefetches.choose(query, present, join=join)
+            read = plan.read
         finally:
             if read is None:
-                self._fetches.release(query)
+                self._prefetches.release(query)
         if not prefetch.settled:
-            prefetch.request.stored_full_pages = choice.full_pages
-            prefetch.request.stored_limit = choice.limit
-        self._executor.run(choice.backups)
+            prefetch.request.stored_full_pages = plan.full_pages
+            prefetch.request.stored_held_back = plan.limit
+        self._executor.run(plan.backups)
         if read is None:
-            return None, choice.reason if trouble is MissReason.NONE else trouble
-        gained = await self._fill(prefetch, read)
-        return gained, gained.reason if trouble is MissReason.NONE else trouble
+            return None, plan.reason if presence_reason is MissReason.NONE else presence_reason
+        result = await self._fill(prefetch, read)
+        return result, result.reason if presence_reason is MissReason.NONE else presence_reason
 
     async def _present(
         self, known: _KnownPresence, tokens: array[int], seed: bytes, digests: list[bytes]
     ) -> MissReason:
         """Ask which missing pages storage has: full pages first, then the other components as far as full
         pages reach. Pages answered before are not asked again."""
-        query = self._fetches.ask(tokens, seed, digests)
+        query = self._prefetches.make_query(tokens, seed, digests)
         if query is None:
             return MissReason.NONE
         try:
-            end = self._fetches.last_stored_node(query)
-            reason = await self._ask(known, FULL, digests, range(query.here - (end is not None), query.pages))
-            if end is not None and reason is MissReason.NONE and not known.flags[FULL][query.here - 1]:
+            end = self._prefetches.last_stored_node(query)
+            reason = await self._ask(
+                known, FULL, digests, range(query.memory_pages - (end is not None), query.pages)
+            )
+            if (
+                end is not None
+                and reason is MissReason.NONE
+                and not known.flags[FULL][query.memory_pages - 1]
+            ):
                 self._storage_writer.write_lost(end)
-            reach = known.reach(query.here)
+            reach = known.reach(query.memory_pages)
             for component_id in range(1, len(self._planner.state.names)):
-                if self._fetches.can_read(component_id):
-                    first = self._fetches.first_page(query, component_id)
+                if self._prefetches.can_read(component_id):
+                    first = self._prefetches.first_page(query, component_id)
                     other = await self._ask(known, component_id, digests, range(first, max(first, reach)))
                     reason = other if reason is MissReason.NONE else reason
         finally:
-            self._fetches.release(query)
+            self._prefetches.release(query)
         return reason
 
     async def _ask(
@@ -343,8 +351,8 @@ class Prefetcher:
             if late:
                 self._late.add(read)
                 self._executor.call_late(self._finish_late(read, commit, late))
-            for gained in self._fetches.deliver(read, outcomes):
-                self._committed(gained)
+            for result in self._prefetches.deliver(read, outcomes):
+                self._committed(result)
 
     @contextmanager
     def _timed(self, read: StorageRead) -> Iterator[_TimedRead]:
@@ -363,16 +371,16 @@ class Prefetcher:
             if timed.arrived:
                 self._costs.read(nbytes, queued, clock() - began)
 
-    def _committed(self, gained: ReadResult) -> None:
+    def _committed(self, result: ReadResult) -> None:
         """A read is in the tree: rematch its request now, before the pages can be evicted."""
-        self.pages_read += gained.arrived
-        self._executor.run(gained.backups)
-        prefetch = self._readers.pop(gained.read)
+        self.pages_read += result.arrived
+        self._executor.run(result.backups)
+        prefetch = self._readers.pop(result.read)
         if not prefetch.settled:
             self._planner.rematch(prefetch.request)
-        if gained.read not in self._late:
-            self._fetches.finish(gained.read)
-        self._commits.pop(gained.read).set_result(gained)
+        if result.read not in self._late:
+            self._prefetches.finish(result.read)
+        self._commits.pop(result.read).set_result(result)
 
     async def _finish_late(
         self, read: StorageRead, commit: asyncio.Future[ReadResult], late: list[BatchResult]
@@ -383,7 +391,7 @@ class Prefetcher:
             await asyncio.shield(commit)
         finally:
             self._late.discard(read)
-            self._fetches.finish(read, safe=safe)
+            self._prefetches.finish(read, safe=safe)
 
 
 @dataclass(slots=True, eq=False)
@@ -421,7 +429,7 @@ class _KnownPresence:
             before[: pages.start].ljust(pages.start, b"\0") + flags + before[pages.stop :]
         )
 
-    def reach(self, here: int) -> int:
-        """How far full pages reach; the first `here` are in memory, later ones in storage."""
-        gap = self.flags[FULL].find(0, here)
-        return max(gap if gap >= 0 else len(self.flags[FULL]), here)
+    def reach(self, memory_pages: int) -> int:
+        """How far full pages reach; the first `memory_pages` are in memory, later ones in storage."""
+        gap = self.flags[FULL].find(0, memory_pages)
+        return max(gap if gap >= 0 else len(self.flags[FULL]), memory_pages)

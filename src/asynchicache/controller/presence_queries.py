@@ -11,7 +11,7 @@ from asynchicache.controller.storage_pools import Presence, StoragePools
 from asynchicache.hashing import common_pages
 from asynchicache.types import MissReason
 
-_MOST_CALLS = 3
+_MAX_CALLS = 3
 """Concurrent calls of one kind; queries made meanwhile go with the next call."""
 
 _TURNS_TO_GATHER = 3
@@ -142,7 +142,7 @@ class PresenceQueries:
             return
         batch: list[PresenceQuery] = []
         try:
-            async with self._calls.setdefault(kind, asyncio.Semaphore(_MOST_CALLS)):
+            async with self._calls.setdefault(kind, asyncio.Semaphore(_MAX_CALLS)):
                 await self._gather(waiting)
                 batch = self._waiting.pop(kind)
                 answer = await self._answer(kind, batch)

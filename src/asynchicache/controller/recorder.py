@@ -24,8 +24,8 @@ from asynchicache.hashing import page_digests
 from asynchicache.planner.request_state import RequestState
 from asynchicache.ports import Port
 
-_MOST_WAITING_BYTES = 64 << 20
-_MOST_NUMBERS = 1 << 20
+_MAX_WAITING_BYTES = 64 << 20
+_MAX_NUMBERS = 1 << 20
 _HASH_BYTES = 8
 _HASH_BITS = 61
 """Of an id that is a hash: above all numbers, and below the largest id of a trace."""
@@ -102,7 +102,7 @@ class TraceRecorder:
             request.seed,
             request.prompt,
         )
-        if self._closed or self._waiting_bytes + len(entry) > _MOST_WAITING_BYTES:
+        if self._closed or self._waiting_bytes + len(entry) > _MAX_WAITING_BYTES:
             self.dropped += 1
             return
         self._waiting_bytes += len(entry)
@@ -157,7 +157,7 @@ class TraceRecorder:
             return value
         number = self._numbers.get(value)
         if number is None:
-            if len(self._numbers) >= _MOST_NUMBERS:
+            if len(self._numbers) >= _MAX_NUMBERS:
                 return value | 1 << _HASH_BITS  # bounded memory: later blocks keep their hash
             number = self._numbers[value] = len(self._numbers)
         return number

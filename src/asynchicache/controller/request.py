@@ -47,7 +47,7 @@ class Hit:
 class Request:
     """One prompt and what is generated for it; an async context manager, used once.
 
-    Order: enter (match and pin), `prefetch` and `admit` (optional), `load`, then `extend`, `append` and
+    Order: enter (match and lock), `prefetch` and `admit` (optional), `load`, then `extend`, `append` and
     `checkpoint` for each forward. Leaving frees every slot that was not published.
 
     If an engine owns the device memory, there are no slots: `load` and `checkpoint` name the engine's pages,
@@ -328,12 +328,12 @@ class Request:
         self._executor.notify()
 
     def rematch(self) -> Hit:
-        """Match again and pin the result: other requests may have published more of the prompt.
+        """Match again and lock the result: other requests may have published more of the prompt.
 
         Raises:
             RequestStateError: after `load`.
         """
-        self._planner.rematch(self._unloaded("rematch"), fetched=False)
+        self._planner.rematch(self._unloaded("rematch"), prefetched=False)
         return self.hit
 
     def _unloaded(self, verb: str) -> RequestState:
@@ -398,7 +398,7 @@ class Request:
     def _planned_load(self, state: RequestState, into: NamedPages | None) -> list[Copy]:
         if self._executor.failure is not None:
             return self._planner.loads.load_nothing(state)
-        if state.generation != self._planner.state.tree.generation:
+        if state.epoch != self._planner.state.tree.epoch:
             return self._planner.loads.load_nothing(state, MissReason.WEIGHTS)
         return self._planner.loads.load(state) if into is None else self._planner.engine.load(state, into)
 
@@ -620,7 +620,7 @@ class Request:
     def _publishes(self, state: RequestState) -> bool:
         """Whether checkpoints are published: the device is well, the weights are those of the match, and the
         request's hint allows it."""
-        current = state.generation == self._planner.state.tree.generation
+        current = state.epoch == self._planner.state.tree.epoch
         return current and self._executor.failure is None and not state.transient
 
     def _order_after(self, state: RequestState, stream: Stream | None) -> None:
@@ -662,7 +662,7 @@ class Request:
         self._state = resumed
         self._controller.prefetcher.pass_on(before, resumed)
         self._free(before, after)
-        self._planner.rematch(resumed, fetched=False)
+        self._planner.rematch(resumed, prefetched=False)
         self._planner.rest(resumed)
 
     async def durable(self) -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.planner.actions import StorageWrite
-from asynchicache.planner.fetch import Outcomes, StorageRead
+from asynchicache.planner.prefetch import Outcomes, StorageRead
 from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.deadlines import close

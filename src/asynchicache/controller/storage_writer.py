@@ -19,7 +19,7 @@ from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.storage.limits import BatchResult
 from asynchicache.tracing import Tracer
-from asynchicache.tree.node import FULL_HOST, RESIDENT, Node, Pins
+from asynchicache.tree.node import FULL_HOST, RESIDENT, Locks, Node
 from asynchicache.types import MissReason, Outcome, ShedReason
 
 _SHED = {
@@ -171,14 +171,14 @@ class StorageWriter:
 
     async def _store_later(self, node: Node, period: int, wait: bool) -> None:
         """Write a long path whose digests must be computed first, over many loop iterations."""
-        kept: Pins = [(node, FULL_HOST)] if node.residency[FULL_HOST] == RESIDENT else []
-        self._state.pin(kept)
+        kept: Locks = [(node, FULL_HOST)] if node.residency[FULL_HOST] == RESIDENT else []
+        self._state.lock(kept)
         self._backups.preparing.append(node)
         try:
             await complete_digests(self._state.tree, node)
         finally:
             self._backups.preparing.remove(node)
-            self._state.unpin(kept)
+            self._state.unlock(kept)
         if node.parent is not None:
             self.store(node, period=period, wait=wait)
 
@@ -212,7 +212,7 @@ class StorageWriter:
             safe = await linger(batches)
         finally:
             self._budget.end_late(size)
-            if safe:  # else the slots stay pinned: a late read would store new content under these keys
+            if safe:  # else the slots stay locked: a late read would store new content under these keys
                 self._backups.finish(work)
 
     async def confirm(self, node: Node, earlier: Sequence[Node] = ()) -> bool | None:

@@ -88,15 +88,15 @@ def _counts(state: CacheState, in_flight: InFlightWork) -> Iterator[str]:
 
 
 def _leftovers(state: CacheState, in_flight: InFlightWork) -> Iterator[str]:
-    """Requests, work, pins and quarantined slots that an idle cache should not have."""
+    """Requests, work, locks and quarantined slots that an idle cache should not have."""
     for request in state.requests:
         status = "closed, and its slots are still in use" if request.closed else "open"
         made = f", made at {request.made_at}" if request.made_at else ""
         yield f"a request of {len(request.tokens)} tokens is {status}: pages {request.own_pages()}{made}"
-    if in_flight.active or state.tier_copies or state.pinned or in_flight.calls:
+    if in_flight.active or state.tier_copies or state.locked or in_flight.calls:
         yield (
             f"{len(state.tier_copies)} copies and {len(in_flight.calls)} storage calls are in flight, "
-            f"{len(state.pinned)} paths are kept for some, {in_flight.active} are counted"
+            f"{len(state.locked)} paths are kept for some, {in_flight.active} are counted"
         )
     for free in state.free:
         if free.quarantined:

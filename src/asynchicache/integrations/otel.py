@@ -137,7 +137,7 @@ class TracedRequest(Request):
             await super().__aexit__(kind, error, traceback)
 
     async def prefetch(self) -> Hit:
-        with self._beneath_parent(), self._tracer.span("fetch") as span:
+        with self._beneath_parent(), self._tracer.span("prefetch") as span:
             hit = await super().prefetch()
             span.set_attributes(_hit(hit))
         return hit

@@ -15,7 +15,7 @@ from asynchicache.layouts import ALIGNMENT
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-_MOST_STORED_PARTS = 4  # more objects per page would cost storage more than a copy costs
+_MAX_STORED_PARTS = 4  # more objects per page would cost storage more than a copy costs
 
 
 class TensorLike(Protocol):
@@ -214,7 +214,7 @@ class PageMemory:
         first = self._parts[0]
         nbytes = first.shape[1]
         return (
-            len(self._parts) <= _MOST_STORED_PARTS
+            len(self._parts) <= _MAX_STORED_PARTS
             and nbytes % ALIGNMENT == 0
             and all(part.memory is parts[0].memory for part in parts)
             and all(

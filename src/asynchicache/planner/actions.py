@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from asynchicache.planner.request_state import RequestState
 from asynchicache.tracing import Span, Tracer
 from asynchicache.tree.copies import TierCopy
-from asynchicache.tree.node import Node, Pins
+from asynchicache.tree.node import Locks, Node
 from asynchicache.types import Direction, PoolTransfer
 
-Transfers = list[PoolTransfer]
+PoolTransfers = list[PoolTransfer]
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +19,7 @@ class Copy:
 
     Attributes:
         direction, transfers: the direction, and the slots to copy in each pool.
-        tier_copy: the tree's record of the copy, with its pins.
+        tier_copy: the tree's record of the copy, with its locks.
         user: the request whose own slots the copy uses. They are kept until the copy has ended.
         reads: device slots that `user` will read and this copy does not write.
         publishes: the end of the path to copy to the next tier once this copy has arrived.
@@ -28,7 +28,7 @@ class Copy:
     """
 
     direction: Direction
-    transfers: Transfers
+    transfers: PoolTransfers
     tier_copy: TierCopy
     user: RequestState | None = None
     reads: list[tuple[str, list[int]]] = field(default_factory=list)
@@ -81,12 +81,12 @@ class StoredSpan:
 class StorageWrite:
     """Host pages to write to storage.
 
-    `BackupPlanner.write_finished` takes the result; `BackupPlanner.finish` releases the pins.
+    `BackupPlanner.write_finished` takes the result; `BackupPlanner.finish` releases the locks.
 
     Attributes:
         pages: by pool, the digests and the host slots of the pages.
         marks: nodes marked stored when the write begins, so that they are not written twice.
-        pins: host slots kept during the write.
+        locks: host slots kept during the write.
         forgotten: `BackupPlanner.forgotten` when the write began. If it has changed since, the pages may not
             be in storage.
     """
@@ -94,4 +94,4 @@ class StorageWrite:
     forgotten: int
     pages: dict[str, tuple[list[bytes], list[int]]] = field(default_factory=dict)
     marks: list[StoredSpan] = field(default_factory=list)
-    pins: Pins = field(default_factory=list)
+    locks: Locks = field(default_factory=list)

@@ -20,8 +20,8 @@ from asynchicache.tree.node import (
     LOADING,
     RESIDENT,
     SAVING,
+    Locks,
     Node,
-    Pins,
     SlotPlace,
     place_of,
 )
@@ -32,7 +32,7 @@ _SELECTIVE_HITS = 2
 _MAX_POSTPONED = 256
 """The most postponed backups. Beyond it the oldest is dropped."""
 
-_MOST_REMEMBERED = 1 << 16
+_MAX_REMEMBERED = 1 << 16
 """The most stored pages remembered of partly lost nodes. Beyond it all of them are written again."""
 
 
@@ -192,16 +192,16 @@ class BackupPlanner:
     def _kept(self, node: Node, wanted: list[CopyRequest]) -> Iterator[None]:
         """During the body, keep what copies of `wanted`, on the path to `node`, need: what they read, and the
         last host copy above them. It must not be evicted to make room for them."""
-        kept: Pins = [(want.node, place_of(want.component_id, Tier.DEVICE)) for want in wanted]
+        kept: Locks = [(want.node, place_of(want.component_id, Tier.DEVICE)) for want in wanted]
         while node.parent is not None and node.residency[FULL_HOST] == ABSENT:
             node = node.parent
         if node.parent is not None:
             kept.append((node, FULL_HOST))
-        self._state.pin(kept)
+        self._state.lock(kept)
         try:
             yield
         finally:
-            self._state.unpin(kept)
+            self._state.unlock(kept)
 
     def _host_slots(self, wanted: list[CopyRequest]) -> list[tuple[CopyRequest, list[int]]]:
         """Allocate host slots for `wanted`, parents first, as far as there is room."""
@@ -250,7 +250,7 @@ class BackupPlanner:
                     self._add(work, below, component_id)
         if not work.marks:
             return None
-        self._state.pin(work.pins)
+        self._state.lock(work.locks)
         self._writes.add(work)
         return work
 
@@ -270,7 +270,7 @@ class BackupPlanner:
             slots += held
         node.stored |= 1 << component_id
         work.marks.append(StoredSpan(node, component_id, len(node.slots_at(place))))
-        work.pins += [(node, place)] if component_id == FULL else [(node, place), (node, FULL_HOST)]
+        work.locks += [(node, place)] if component_id == FULL else [(node, place), (node, FULL_HOST)]
 
     def storing(self) -> set[Node]:
         """Nodes with a storage write in flight."""
@@ -410,7 +410,7 @@ class BackupPlanner:
 
     def _remember(self, node: Node, component_id: int, pages: Sequence[int]) -> None:
         """Remember pages of an unmarked node that storage still has; its next write leaves them out."""
-        if len(self._there) + len(pages) > _MOST_REMEMBERED:
+        if len(self._there) + len(pages) > _MAX_REMEMBERED:
             self._there.clear()
         digests, first = self._tree.digests(node), node.end - node.pages
         self._there.update((component_id, digests[page - first]) for page in pages)
@@ -460,8 +460,8 @@ class BackupPlanner:
             self.finish(work)
 
     def finish(self, work: StorageWrite) -> None:
-        """Release the pins of a write: the engine no longer reads its slots."""
-        self._state.unpin(work.pins)
+        """Release the locks of a write: the engine no longer reads its slots."""
+        self._state.unlock(work.locks)
 
 
 def _is_stored(want: CopyRequest) -> bool:

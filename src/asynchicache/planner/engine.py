@@ -16,7 +16,7 @@ from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.tree import copies
 from asynchicache.tree.copies import CopyRequest
-from asynchicache.tree.node import ABSENT, FULL, FULL_HOST, Node, Pins, place_of
+from asynchicache.tree.node import ABSENT, FULL, FULL_HOST, Locks, Node, place_of
 from asynchicache.types import Direction, MissReason, PoolTransfer, Tier
 
 NamedPages = Mapping[str, Sequence[int | None]]
@@ -83,23 +83,25 @@ class EnginePlanner:
         """
         node = request.lease.node
         self.check(into, node.end, written=True)
-        transfers, pins = self._from_host(node, into)
+        transfers, locks = self._from_host(node, into)
         request.loaded = True
         request.hit_pages = node.end
         request.tier = self._tier(request, node, transfers)
         self._count_sources(request, node, transfers)
         copy = Copy(Direction.LOAD, [], self._state.begin(Tier.DEVICE, []))
-        copies.keep(self._tree, copy.tier_copy, pins)
+        copies.keep(self._tree, copy.tier_copy, locks)
         for component_id, (sources, destinations) in transfers.items():
             copy.transfers += self._state.transfers(component_id, sources, destinations)
             self._loading.update((self._state.names[component_id], page) for page in destinations)
         self.let_go(request)
         return [copy.serve(request)]
 
-    def _from_host(self, node: Node, into: NamedPages) -> tuple[dict[int, tuple[list[int], list[int]]], Pins]:
+    def _from_host(
+        self, node: Node, into: NamedPages
+    ) -> tuple[dict[int, tuple[list[int], list[int]]], Locks]:
         """By component, the host slots and the engine's pages of a load; and what keeps the host slots."""
         transfers: dict[int, tuple[list[int], list[int]]] = {}
-        pins: Pins = []
+        locks: Locks = []
         for component_id, name in enumerate(self._state.names):
             numbers = into.get(name, ())
             wanted = {node.end - len(numbers) + i: n for i, n in enumerate(numbers) if n is not None}
@@ -113,10 +115,10 @@ class EnginePlanner:
                     "need it: None skips a page"
                 )
             transfers[component_id] = [slots[page] for page in wanted], list(wanted.values())
-            pins += [(part, place_of(component_id, Tier.HOST)) for part in parts]
-        if transfers and (node, FULL_HOST) not in pins:  # windows and states go with their full pages
-            pins.append((node, FULL_HOST))
-        return transfers, pins
+            locks += [(part, place_of(component_id, Tier.HOST)) for part in parts]
+        if transfers and (node, FULL_HOST) not in locks:  # windows and states go with their full pages
+            locks.append((node, FULL_HOST))
+        return transfers, locks
 
     def _host_slots(self, node: Node, component_id: int, first: int) -> tuple[dict[int, int], list[Node]]:
         """By page number from `first` on, the host slots of a component that a prefix ending at `node` needs;
@@ -143,7 +145,7 @@ class EnginePlanner:
         """Count by tier the pages and states that the engine gets; it has the others of the prefix."""
         for component_id, name in enumerate(self._state.names):
             host = len(transfers[component_id][0]) if component_id in transfers else 0
-            stored = min(host, request.fetched_pages)
+            stored = min(host, request.prefetched_pages)
             needed = node.end
             if component_id != FULL:
                 needed = min(needed, self._state.spec.owners[component_id].coverage.pages or 0)
@@ -152,7 +154,7 @@ class EnginePlanner:
             request.sources[name, Tier.STORAGE] += stored
 
     def let_go(self, request: RequestState) -> None:
-        """Release what a request pins: the engine has its own copy, and pages that were published stay as
+        """Release what a request locks: the engine has its own copy, and pages that were published stay as
         long as the policy keeps them."""
         before, root = request.lease, self._tree.root(request.seed)
         request.lease = self._tree.lease(root, before.credit)
@@ -195,14 +197,14 @@ class EnginePlanner:
             for name, of_pool in named.items()
         }
         above = tree.rooted(tree.known_end(request.tokens, request.seed, pages))
-        kept: Pins = [(above, FULL_HOST)] if above.pages else []
-        state.pin(kept)
+        kept: Locks = [(above, FULL_HOST)] if above.pages else []
+        state.lock(kept)
         try:
             end, batch = self._full_pages(request, above, pages, numbers.get(state.names[FULL], {}))
             if end.end == pages and end.pages:
                 batch += self._others(end, numbers, kept)
         finally:
-            state.unpin(kept)
+            state.unlock(kept)
         request.published.add(pages)
         tree.published(end, request.lease.credit, fresh=end is not above)
         return self._copy(end, batch, numbers)
@@ -230,7 +232,7 @@ class EnginePlanner:
         return end, [(CopyRequest(part, FULL), state.free[FULL_HOST].allocate(part.pages)) for part in parts]
 
     def _others(
-        self, end: Node, numbers: Mapping[str, Mapping[int, int]], kept: Pins
+        self, end: Node, numbers: Mapping[str, Mapping[int, int]], kept: Locks
     ) -> list[tuple[CopyRequest, list[int]]]:
         """The windows and states at `end` that the host lacks and the engine names, where there is room."""
         batch: list[tuple[CopyRequest, list[int]]] = []
@@ -244,7 +246,7 @@ class EnginePlanner:
                 continue  # a window with a gap is useless
             for part in parts:
                 if part not in missing:
-                    self._tree.pin_for(kept, part, place)
+                    self._tree.lock_for(kept, part, place)
             count = sum(len(_pages(part, component.paged)) for part in missing)
             if not self._state.make_room(place, count):
                 self._state.counters.host_pressure += count
@@ -279,7 +281,7 @@ class EnginePlanner:
         return [Copy(Direction.BACKUP, transfers, tier_copy, publishes=publishes)]
 
     def hold(self, request: RequestState) -> bool:
-        """Pin what a request has published, so that a wait for its storage is not overtaken by eviction.
+        """Lock what a request has published, so that a wait for its storage is not overtaken by eviction.
 
         Returns:
             Whether all that it was to publish is in memory: there was room, and it was not evicted since.

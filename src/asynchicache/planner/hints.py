@@ -8,7 +8,7 @@ from math import isfinite
 
 from asynchicache.errors import ConfigError
 
-MOST_KEEP_SECONDS = 3600.0
+MAX_KEEP_SECONDS = 3600.0
 """The longest that a hint can ask to keep pages."""
 
 HINTED_SHARE = 0.25
@@ -26,7 +26,7 @@ class CacheHint:
     Attributes:
         continues: another request will continue this one: it counts as used later, by two usual returns.
         over: nobody will ask for it again: it counts as used earlier by as much.
-        keep_seconds: it counts as used that much later; at most `MOST_KEEP_SECONDS`.
+        keep_seconds: it counts as used that much later; at most `MAX_KEEP_SECONDS`.
         transient: keep nothing that this request computes.
     """
 
@@ -36,9 +36,9 @@ class CacheHint:
     transient: bool = False
 
     def __post_init__(self) -> None:
-        if not isfinite(self.keep_seconds) or not 0 <= self.keep_seconds <= MOST_KEEP_SECONDS:
+        if not isfinite(self.keep_seconds) or not 0 <= self.keep_seconds <= MAX_KEEP_SECONDS:
             raise ConfigError(
-                f"hint keep_seconds {self.keep_seconds} must be 0 to {MOST_KEEP_SECONDS:g} seconds"
+                f"hint keep_seconds {self.keep_seconds} must be 0 to {MAX_KEEP_SECONDS:g} seconds"
             )
         if (self.over or self.transient) and self.favours:
             raise ConfigError("a hint says that a request is over or transient, or that it returns, not both")

@@ -21,8 +21,8 @@ from asynchicache.tree.node import (
     FULL_DEVICE,
     LOADING,
     RESIDENT,
+    Locks,
     Node,
-    Pins,
     SlotPlace,
     place_of,
 )
@@ -45,7 +45,7 @@ class LoadPlanner:
     ) -> list[Copy]:
         """Serve a request without the cache, e.g. after a device failure: one empty copy."""
         request.loaded = True
-        request.generation = self._tree.generation
+        request.epoch = self._tree.epoch
         self.drop_tail(request)
         self._shorten(request, self._tree.root(request.seed))
         self._windows.start(request, request.lease.node)
@@ -98,15 +98,15 @@ class LoadPlanner:
         if tail.tokens == tail.node.tail:
             request.passed = tail.node
         tails.use(self._tree, tail, lease.credit)
-        for node, place in tails.pins(self._tree, tail):
-            self._tree.pin_for(lease.pinned, node, place)
+        for node, place in tails.locks(self._tree, tail):
+            self._tree.lock_for(lease.locked, node, place)
 
     def _let_go(self, request: RequestState) -> None:
         """The lease needs the page of a tail no more: its copy keeps it until it has ended."""
-        pinned = request.lease.pinned
-        for index in reversed(range(len(pinned) if request.tail is not None else 0)):
-            if request.tail is not None and pinned[index][0] is request.tail.node:
-                self._tree.unpin_for(pinned, index)
+        locked = request.lease.locked
+        for index in reversed(range(len(locked) if request.tail is not None else 0)):
+            if request.tail is not None and locked[index][0] is request.tail.node:
+                self._tree.unlock_for(locked, index)
 
     @staticmethod
     def drop_tail(request: RequestState) -> None:
@@ -183,7 +183,7 @@ class LoadPlanner:
     def _count(self, request: RequestState, component_id: int, slots: int, host: int) -> None:
         """Count `slots` of a component. `host` of them are only on the host; the last of those came from the
         request's own prefetch."""
-        name, stored = self._state.names[component_id], min(host, request.fetched_pages)
+        name, stored = self._state.names[component_id], min(host, request.prefetched_pages)
         request.sources[name, Tier.DEVICE] += slots - host
         request.sources[name, Tier.HOST] += host - stored
         request.sources[name, Tier.STORAGE] += stored
@@ -228,7 +228,7 @@ class LoadPlanner:
         copies.keep(self._tree, copy.tier_copy, [(tail.node, place)])
 
     def _load_state(self, node: Node, component_id: int, slot: int, load: Copy, fork: Copy) -> None:
-        """Add a copy of one state at `node` into the request's own slot, and pin its source."""
+        """Add a copy of one state at `node` into the request's own slot, and lock its source."""
         tier = Tier.DEVICE if node.residency[place_of(component_id, Tier.DEVICE)] != ABSENT else Tier.HOST
         copy = fork if tier is Tier.DEVICE else load
         copy.transfers += self._state.transfers(
@@ -239,16 +239,16 @@ class LoadPlanner:
         )
 
     def _keep_on_device(self, request: RequestState, node: Node) -> None:
-        """Pin the prefix on the device with the lease: the request reads it there from now on."""
-        pinned = request.lease.pinned
-        if node.parent is not None and (node, FULL_DEVICE) not in pinned:
-            self._tree.pin_for(pinned, node, FULL_DEVICE)
+        """Lock the prefix on the device with the lease: the request reads it there from now on."""
+        locked = request.lease.locked
+        if node.parent is not None and (node, FULL_DEVICE) not in locked:
+            self._tree.lock_for(locked, node, FULL_DEVICE)
         self._tree.keep_windows(request.lease, Tier.DEVICE)
 
-    def on_device(self, node: Node) -> Pins:
-        """Pins for what a prefix ending at `node` has on the device, so that it is not evicted."""
+    def on_device(self, node: Node) -> Locks:
+        """Locks for what a prefix ending at `node` has on the device, so that it is not evicted."""
         end = device_end(node)
-        found: Pins = [(end, FULL_DEVICE)] if end.parent is not None else []
+        found: Locks = [(end, FULL_DEVICE)] if end.parent is not None else []
         for component in self._tree.windows:
             place = place_of(component.id, Tier.DEVICE)
             found += [(part, place) for part in component.needs(node) if part.residency[place] != ABSENT]

@@ -2,7 +2,7 @@
 
 Pure and synchronous: each method changes the tree and the allocators at one point and returns the copies to
 carry out. `copy_finished` takes the result of a copy. `planner.backup` plans copies down to host and storage,
-`planner.fetch` reads from storage.
+`planner.prefetch` reads from storage.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from array import array
 from collections.abc import Mapping
 
 from asynchicache.errors import CapacityError, CopyEndedError
-from asynchicache.planner.actions import Copy, Transfers
+from asynchicache.planner.actions import Copy, PoolTransfers
 from asynchicache.planner.activity import Activity
 from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy
 from asynchicache.planner.engine import EnginePlanner
-from asynchicache.planner.fetch import FetchPlanner
 from asynchicache.planner.hints import NO_HINT, CacheHint, HintLedger
 from asynchicache.planner.load import LoadPlanner, by_place
 from asynchicache.planner.options import CLEAN_SHARE, WRITE_POLICY
+from asynchicache.planner.prefetch import PrefetchPlanner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.planner.tail_ends import TailPlanner
@@ -40,7 +40,7 @@ class Planner:
         state: the tree, the allocators, and the holders of slots.
         loads: plans loads to the device.
         engine: plans copies from and to pages that an engine owns.
-        fetches, backups: plan reads from storage, and copies down to host and storage.
+        prefetches, backups: plan reads from storage, and copies down to host and storage.
         checkpoints: the lengths at which to keep states.
         windows: the pages of sliding windows that requests hold.
         ends: publishes ends inside a page.
@@ -92,7 +92,7 @@ class Planner:
         )
         self.activity = Activity()
         self.backups = BackupPlanner(self.state, self.activity, clean_share=clean_share)
-        self.fetches = FetchPlanner(self.state, self.backups)
+        self.prefetches = PrefetchPlanner(self.state, self.backups)
         self._tree = self.state.tree
         self.windows = WindowPlanner(self.state)
         self.ends = TailPlanner(self.state)
@@ -111,7 +111,7 @@ class Planner:
         hint: CacheHint = NO_HINT,
         uptime: float = 1.0,
     ) -> RequestState:
-        """Match and pin a prefix. At least one token is left to compute, so that there are logits.
+        """Match and lock a prefix. At least one token is left to compute, so that there are logits.
 
         Args:
             tokens: of the prompt; or the words of its page keys, and one word more if it goes on behind them.
@@ -127,9 +127,9 @@ class Planner:
         self._check_capacity(prompt)
         match = self._match(tokens, seed)
         held_back = self._tree.held_back(tokens, match)
-        lease = self._tree.pin(match, self._credit(tokens, seed, match, hint, uptime))
+        lease = self._tree.lock(match, self._credit(tokens, seed, match, hint, uptime))
         request = RequestState(tokens, seed, lease, match, held_back, prompt=prompt, transient=hint.transient)
-        request.generation = self._tree.generation
+        request.epoch = self._tree.epoch
         self.state.requests.add(request)
         self.loads.keep_tail(request)
         return request
@@ -173,19 +173,19 @@ class Planner:
             return match  # what it would reach can be restored with its tail only
         return tails.reach(self._tree, match, tokens, len(tokens) - 1)
 
-    def rematch(self, request: RequestState, *, fetched: bool = True) -> None:
-        """Match again, and pin the new prefix before releasing the old one.
+    def rematch(self, request: RequestState, *, prefetched: bool = True) -> None:
+        """Match again, and lock the new prefix before releasing the old one.
 
-        `fetched`: the call is after the request's own prefetch, so what the match gains came from storage.
+        `prefetched`: the call is after the request's own prefetch, so what the match gains came from storage.
         """
         match = self._match(request.tokens, request.seed)
         request.held_back = self._tree.held_back(request.tokens, match)
-        if fetched:
+        if prefetched:
             more = max(match.pages - request.matched_pages, 0)
-            request.fetched_pages = min(request.fetched_pages + more, match.pages)
+            request.prefetched_pages = min(request.prefetched_pages + more, match.pages)
         before, request.match = request.lease, match
-        request.lease = self._tree.pin(match, before.credit)
-        request.generation = self._tree.generation
+        request.lease = self._tree.lock(match, before.credit)
+        request.epoch = self._tree.epoch
         request.resting = False
         self.loads.keep_tail(request)
         before.close()
@@ -253,14 +253,14 @@ class Planner:
             return MissReason.NONE
         if request.reason is not MissReason.NONE:
             return request.reason
-        held = request.limited_by
+        held = request.held_back_by
         if held is None:
             return MissReason.COLD
         return MissReason.STATE if held.component_id in self._states else MissReason.WINDOW
 
-    def limiting_pool(self, request: RequestState) -> str:
+    def held_back_by(self, request: RequestState) -> str:
         """The pool that limits a hit; the first pool if no other does."""
-        limit = request.limited_by
+        limit = request.held_back_by
         return self.state.names[limit.component_id if limit is not None else FULL]
 
     def cuts(self, request: RequestState) -> tuple[int, ...]:
@@ -274,7 +274,7 @@ class Planner:
 
     def hit_advice(self, request: RequestState) -> tuple[str, str]:
         """The pool that keeps a hit below its full pages, and advice; empty if there is none."""
-        held, full = request.limited_by, request.branching_pages
+        held, full = request.held_back_by, request.branching_pages
         if held is None or full is None or (request.loaded and request.hit_pages >= full):
             return "", ""
         name, size = self.state.names[held.component_id], self.state.page_size
@@ -314,11 +314,11 @@ class Planner:
         if request.tail is not None:
             missing[FULL_DEVICE] = missing.get(FULL_DEVICE, 0) + 1
         kept = self.loads.on_device(node)  # others may have loaded it since the match, and released it
-        self.state.pin(kept)
+        self.state.lock(kept)
         try:
             self._need(request, missing)
         finally:
-            self.state.unpin(kept)
+            self.state.unlock(kept)
 
     def _need(self, request: RequestState, counts: Mapping[SlotPlace, int]) -> None:
         if not self.loads.take_states(request):
@@ -346,7 +346,7 @@ class Planner:
         if not self._take_snapshots(request):
             self.state.counters.states_skipped += 1
             return []
-        forks: Transfers = []
+        forks: PoolTransfers = []
         for component_id, slot in request.snapshots.items():
             forks += self.state.transfers(component_id, [request.states[component_id]], [slot])
         if not forks:
@@ -373,7 +373,7 @@ class Planner:
         of pages, or final and a tail. The caller guarantees that a forward ended there. `final`: the request
         computes nothing more, so the tree takes the working state itself, without a copy or another slot.
         """
-        if request.generation != self._tree.generation:
+        if request.epoch != self._tree.epoch:
             request.unpublished = True  # its pages are of other weights than those served now
             return []
         if request.lease.node.residency[FULL_DEVICE] == ABSENT:
@@ -437,7 +437,7 @@ class Planner:
             if self._tree.take_state(node, component_id, Tier.DEVICE, slot):
                 del request.states[component_id]
                 # The forward that writes it may be in flight, until the request is released.
-                self._tree.pin_for(request.lease.pinned, node, place_of(component_id, Tier.DEVICE))
+                self._tree.lock_for(request.lease.locked, node, place_of(component_id, Tier.DEVICE))
                 self._tree.supersede(node, component_id)
             else:
                 self._tree.touch(node, component_id)
@@ -446,7 +446,7 @@ class Planner:
         kept = request.snapshots if request.snapshot_tokens == length else request.states
         if length % self.state.page_size or node.parent is None:
             return None
-        forks: Transfers = []
+        forks: PoolTransfers = []
         taken = []
         for component_id, source in kept.items():
             slot = self._state_slot(node, component_id)
@@ -491,15 +491,15 @@ class Planner:
             self.release(copy.user, error)
         return copy.publishes if error is None else None
 
-    def retire(self) -> None:
+    def reset(self) -> None:
         """Forget all pages, because the weights change: requests that hold some publish nothing more."""
-        self._tree.retire()
+        self._tree.reset()
         for request in self.state.requests:
             request.unpublished |= request.loaded
         self.flush()
 
     def flush(self) -> None:
-        """Evict everything that is not pinned, on device and host."""
+        """Evict everything that is not locked, on device and host."""
         watcher, self._tree.watcher = self._tree.watcher, None  # one event instead of one per page
         for place, free in zip(self.state.tree.places, self.state.free, strict=True):
             self.state.evict(place, free.capacity, dirty=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from asynchicache.streams.base import Stream
-from asynchicache.tree.node import Node, Pins, SlotPlace
+from asynchicache.tree.node import Locks, Node, SlotPlace
 from asynchicache.tree.radix_tree import HeldBack, Match, PathLease
 from asynchicache.tree.tails import Tail
 from asynchicache.types import MissReason, Tier
@@ -33,11 +33,11 @@ class RetiredPages:
     """Window pages that a request has moved past, kept until no forward reads them.
 
     Attributes:
-        pins: pins of pages that the tree owns.
+        locks: locks of pages that the tree owns.
         slots: by place, slots that the request owns.
     """
 
-    pins: Pins = field(default_factory=list)
+    locks: Locks = field(default_factory=list)
     slots: dict[SlotPlace, list[int]] = field(default_factory=dict)
 
 
@@ -49,7 +49,7 @@ class RequestState:
         tokens: prompt and generated ids so far.
         seed: digest of the request's namespace.
         prompt: the number of prompt tokens.
-        lease: pins the borrowed prefix; extended as pages are published.
+        lease: locks the borrowed prefix; extended as pages are published.
         match: the latest match.
         held_back: the pool that keeps the match below the full pages in memory.
         tail: the end of the match inside a page, kept by the lease; None if it ends with a page.
@@ -66,9 +66,9 @@ class RequestState:
         reserved: tokens that the pages have room for.
         hit_pages, tier, reason: the restored pages, the farthest tier they came from, and why there were
             not more.
-        stored_full_pages, stored_limit: how far full pages reach in memory and storage together, as the
+        stored_full_pages, stored_held_back: how far full pages reach in memory and storage together, as the
             request's prefetch found, and the component that keeps a prefix shorter than that.
-        fetched_pages: pages that the request's prefetch added to the match.
+        prefetched_pages: pages that the request's prefetch added to the match.
         sources: by pool and the tier they came from, the restored pages and states. `STORAGE` counts those
             that the request's prefetch brought.
         split: tokens to compute before the rest of the prefix comes from storage; 0: none.
@@ -82,7 +82,7 @@ class RequestState:
         published: for models with windows, the page counts of its checkpoints.
         unpublished: a checkpoint was not published, because the device or the load had failed.
         resumable: its last checkpoint was published with all that a later prompt needs to go on there.
-        generation: of the tree, when its prefix was matched last.
+        epoch: of the tree, when its prefix was matched last.
         finished: the tree took its working states; it computes nothing more.
         streams: the known streams of its forwards, as a dictionary to keep their order.
         users: the request, its copies in flight, and streams waited for; own slots are freed at zero.
@@ -110,8 +110,8 @@ class RequestState:
     tier: Tier = Tier.DEVICE
     reason: MissReason = MissReason.NONE
     stored_full_pages: int = 0
-    stored_limit: int | None = None
-    fetched_pages: int = 0
+    stored_held_back: int | None = None
+    prefetched_pages: int = 0
     sources: Counter[tuple[str, Tier]] = field(default_factory=Counter)
     split: int = 0
     transient: bool = False
@@ -123,7 +123,7 @@ class RequestState:
     published: set[int] = field(default_factory=set)
     unpublished: bool = False
     resumable: bool = False
-    generation: int = 0
+    epoch: int = 0
     finished: bool = False
     closed: bool = False
     streams: dict[Stream, None] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class RequestState:
     @property
     def prefetched(self) -> bool:
         """Whether the end of the hit came from storage."""
-        return self.fetched_pages > 0
+        return self.prefetched_pages > 0
 
     @property
     def matched_pages(self) -> int:
@@ -150,12 +150,12 @@ class RequestState:
         return full if full > self.match.pages else None
 
     @property
-    def limited_by(self) -> HeldBack | None:
+    def held_back_by(self) -> HeldBack | None:
         """The component that keeps the match shorter than the full pages; None if none does."""
         memory = self.match.branching_pages or 0
-        if self.stored_limit is None or self.stored_full_pages <= max(memory, self.match.pages):
+        if self.stored_held_back is None or self.stored_full_pages <= max(memory, self.match.pages):
             return self.held_back
-        return HeldBack(self.stored_limit, dropped=False)
+        return HeldBack(self.stored_held_back, dropped=False)
 
     def runs_on(self, stream: Stream) -> None:
         """Record a stream that runs forwards of the request: its slots are freed only after their end."""

@@ -71,7 +71,7 @@ class RoomQueue:
         return all(request.resting or request in waiting for request in requests)
 
     def holding(self) -> list[Waiter]:
-        """Waiters that pin a match but have not loaded it: they can release it and match again later."""
+        """Waiters that lock a match but have not loaded it: they can release it and match again later."""
         return [one for one in self._waiters if not (one.request.loaded or one.request.resting)]
 
     def last(self) -> Waiter:

@@ -1,4 +1,4 @@
-"""The owners of slots: the tree, the allocators, requests, and pins for copies and calls in flight."""
+"""The owners of slots: the tree, the allocators, requests, and locks for copies and calls in flight."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from functools import partial
 from typing import Self
 
 from asynchicache.errors import ConfigError
-from asynchicache.planner.actions import Transfers
+from asynchicache.planner.actions import PoolTransfers
 from asynchicache.planner.request_state import RequestState
 from asynchicache.pools.allocator import SlotAllocator
-from asynchicache.pools.budget import SharedMemory
+from asynchicache.pools.budget import ByteBudget
 from asynchicache.pools.extents import ExtentAllocator, ExtentMemory, ExtentPlan
 from asynchicache.specs import ModelSpec
 from asynchicache.tracing import Tracer
 from asynchicache.tree import copies, eviction
 from asynchicache.tree.copies import CopyRequest, TierCopy
-from asynchicache.tree.eviction import MOST_VICTIMS
+from asynchicache.tree.eviction import MAX_VICTIMS
 from asynchicache.tree.node import (
     FULL,
     FULL_DEVICE,
     FULL_HOST,
     RESIDENT,
+    Locks,
     Node,
-    Pins,
     SlotPlace,
     component_of,
     place_of,
@@ -44,7 +44,7 @@ def _tell_all(
 
 def _may_move(node: Node, place: SlotPlace, protected: Collection[Node]) -> bool:
     """Whether nothing reads or writes the host slots of a node."""
-    if node.residency[place] != RESIDENT or node.pins[place] or node.pending:
+    if node.residency[place] != RESIDENT or node.locks[place] or node.pending:
         return False
     return place != FULL_HOST or node not in protected
 
@@ -86,7 +86,7 @@ class CacheState:
         host_only: an engine owns the device pages, so the tree has none.
         followers: by pool, the pools that share its slots and are copied with it.
         free: by place, the allocator of that component and tier.
-        requests, tier_copies, pinned, private: all holders of pins or slots outside the tree.
+        requests, tier_copies, locked, private: all holders of locks or slots outside the tree.
         extents: the host memory that pools share, or None.
         on_move: called with a pool, host slots, and where their bytes go, before the slots are freed.
         tracer: receives evictions, if set.
@@ -136,7 +136,7 @@ class CacheState:
             name: [pool.name for pool in spec.pools if pool.slots_of == name] for name in self.names
         }
         self.tree = self._empty_tree(max(slots[self.names[FULL]]), eviction_policy, tails)
-        self.memory = {tier: SharedMemory(nbytes) for tier, nbytes in (memory or {}).items()}
+        self.memory = {tier: ByteBudget(nbytes) for tier, nbytes in (memory or {}).items()}
         self.extents = None if extents is None else ExtentMemory(extents)
         self.on_move: Callable[[str, list[int], list[int]], object] | None = None
         self.free = self._allocators(slots, extents)
@@ -146,7 +146,7 @@ class CacheState:
         self.tracer: Tracer | None = None
         self.requests: set[RequestState] = set()
         self.tier_copies: list[TierCopy] = []
-        self.pinned: list[Pins] = []
+        self.locked: list[Locks] = []
         self.private: list[Callable[[], Mapping[SlotPlace, list[int]]]] = []
 
     @property
@@ -287,7 +287,7 @@ class CacheState:
                 return False
         return all(self._memory_of(tier).fits(wanted) for tier, wanted in shared.items())
 
-    def _memory_of(self, tier: Tier) -> SharedMemory | ExtentMemory:
+    def _memory_of(self, tier: Tier) -> ByteBudget | ExtentMemory:
         """The memory that pools of a tier share."""
         memory = self.memory.get(tier) or self.extents
         assert memory is not None, "a place that is shared has a memory"
@@ -360,11 +360,11 @@ class CacheState:
         return False
 
     def _read_nodes(self) -> set[Node]:
-        """The nodes whose full pages on the host may be in use by a copy or a storage call: it pins the end
+        """The nodes whose full pages on the host may be in use by a copy or a storage call: it locks the end
         of a path, and reads pages of the nodes above as well."""
         found: set[Node] = set()
-        for pins in (*(tier_copy.pins for tier_copy in self.tier_copies), *self.pinned):
-            for node, place in pins:
+        for locks in (*(tier_copy.locks for tier_copy in self.tier_copies), *self.locked):
+            for node, place in locks:
                 above: Node | None = node
                 while place == FULL_HOST and above is not None and above not in found:
                     found.add(above)
@@ -402,7 +402,7 @@ class CacheState:
                     best, least = place, score
         return best
 
-    def evict(self, place: SlotPlace, count: int, *, dirty: bool, victims: int = MOST_VICTIMS) -> int:
+    def evict(self, place: SlotPlace, count: int, *, dirty: bool, victims: int = MAX_VICTIMS) -> int:
         """Evict from `victims` nodes at most; returns the slots that left `place`, freed or quarantined."""
         if count <= 0:
             return 0
@@ -427,7 +427,7 @@ class CacheState:
         name = self.names[component_id]
         return [name, *self.followers[name]]
 
-    def transfers(self, component_id: int, sources: list[int], destinations: list[int]) -> Transfers:
+    def transfers(self, component_id: int, sources: list[int], destinations: list[int]) -> PoolTransfers:
         """Transfers of one component: one for each pool that uses its slots."""
         return [PoolTransfer(pool, sources, destinations) for pool in self.sharing(component_id)]
 
@@ -436,13 +436,13 @@ class CacheState:
         self.tier_copies.append(tier_copy)
         return tier_copy
 
-    def pin(self, pins: Pins) -> None:
-        self.tree.pin_all(pins)
-        self.pinned.append(pins)
+    def lock(self, locks: Locks) -> None:
+        self.tree.lock_all(locks)
+        self.locked.append(locks)
 
-    def unpin(self, pins: Pins) -> None:
-        self.pinned[:] = [other for other in self.pinned if other is not pins]
-        self.tree.unpin_all(pins)
+    def unlock(self, locks: Locks) -> None:
+        self.locked[:] = [other for other in self.locked if other is not locks]
+        self.tree.unlock_all(locks)
 
     def give_back(self, place: SlotPlace, slots: list[int], *, poisoned: bool) -> None:
         """Free slots, unless a failed device may still write to them."""
@@ -451,7 +451,7 @@ class CacheState:
         else:
             self.free[place].release(slots)
 
-    def condemn(self, tier: Tier, transfers: Transfers) -> None:
+    def condemn(self, tier: Tier, transfers: PoolTransfers) -> None:
         """Never reuse the destination slots of a failed copy: the device may still write to them.
 
         The owner may have changed: a state that a request loaded may belong to the tree by now.
@@ -465,7 +465,7 @@ class CacheState:
     def verify(self) -> list[str]:
         """Describe broken invariants; empty if there are none. Linear in the slots."""
         leases = [request.lease for request in self.requests if not request.lease.closed]
-        tier_copies = [*self.tier_copies, *(TierCopy(Tier.HOST, {}, pins) for pins in self.pinned)]
+        tier_copies = [*self.tier_copies, *(TierCopy(Tier.HOST, {}, locks) for locks in self.locked)]
         found = problems(self.tree, leases, tier_copies)
         for place, free in zip(self.tree.places, self.free, strict=True):
             found += free.problems()

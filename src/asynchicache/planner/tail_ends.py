@@ -57,7 +57,7 @@ class TailPlanner:
         if tail.slots_at(FULL_DEVICE) == [slot]:
             request.borrowed = node.end + 1
         # The forward that writes it may be in flight, until the request is released.
-        self._tree.pin_for(request.lease.pinned, tail, FULL_DEVICE)
+        self._tree.lock_for(request.lease.locked, tail, FULL_DEVICE)
         tails.use(self._tree, Tail(tail, tail.tail), request.lease.credit)
         return tail
 

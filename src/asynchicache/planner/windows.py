@@ -78,9 +78,9 @@ class WindowPlanner:
         retired = RetiredPages()
         for component in self._tree.windows:
             self._retire(request, component, pages - component.pages, retired)
-        if not retired.pins and not retired.slots:
+        if not retired.locks and not retired.slots:
             return None
-        self._state.pinned.append(retired.pins)
+        self._state.locked.append(retired.locks)
         self._retired.add(retired)
         return retired
 
@@ -97,12 +97,12 @@ class WindowPlanner:
         window.own -= own
         if own:
             retired.slots[place_of(component.id, Tier.DEVICE)] = sorted(own)
-        self._tree.drop_behind(request.lease, component.id, first, retired.pins)
+        self._tree.drop_behind(request.lease, component.id, first, retired.locks)
 
     def finish(self, retired: RetiredPages, error: BaseException | None = None) -> None:
         """Free retired pages that no forward reads; with `error`, the device may still write to them."""
         self._retired.discard(retired)
-        self._state.unpin(retired.pins)
+        self._state.unlock(retired.locks)
         for place, slots in retired.slots.items():
             self._state.give_back(place, slots, poisoned=error is not None)
 

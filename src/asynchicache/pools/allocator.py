@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asynchicache.errors import CapacityError, InternalError
-from asynchicache.pools.budget import SharedMemory
+from asynchicache.pools.budget import ByteBudget
 
 FREE, HELD, QUARANTINED = 0, 1, 2
 """What a slot is."""
@@ -36,7 +36,7 @@ class SlotAllocator:
     )
 
     def __init__(
-        self, capacity: int, *, name: str = "pool", memory: SharedMemory | None = None, slot_bytes: int = 1
+        self, capacity: int, *, name: str = "pool", memory: ByteBudget | None = None, slot_bytes: int = 1
     ) -> None:
         """
         Args:

@@ -13,7 +13,7 @@ class PaidSlots(Protocol):
     def slot_bytes(self) -> int: ...
 
 
-class SharedMemory:
+class ByteBudget:
     """Bytes that the slots of several pools are paid from.
 
     Attributes:
@@ -41,4 +41,4 @@ class SharedMemory:
         return -(-lacking // pool.slot_bytes)
 
     def __repr__(self) -> str:
-        return f"<SharedMemory {self.used} of {self.nbytes} bytes used>"
+        return f"<ByteBudget {self.used} of {self.nbytes} bytes used>"

@@ -18,7 +18,7 @@ from operator import itemgetter
 from asynchicache.errors import CapacityError, InternalError
 from asynchicache.pools.allocator import FREE, QUARANTINED, SlotAllocator
 
-_MOST_SLOTS = 16
+_MAX_SLOTS = 16
 """An extent has at most this many slots of the pool with the largest ones."""
 
 
@@ -71,7 +71,7 @@ def choose_extent_bytes(slot_bytes: Iterable[int], nbytes: int) -> int:
         crossing = max(1 - whole_slots(extent_bytes, size) * size / extent_bytes for size in sizes)
         return crossing + len(sizes) * extent_bytes / nbytes
 
-    return min((largest * count for count in range(1, _MOST_SLOTS + 1)), key=waste)
+    return min((largest * count for count in range(1, _MAX_SLOTS + 1)), key=waste)
 
 
 class ExtentMemory:

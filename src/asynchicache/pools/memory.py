@@ -11,7 +11,7 @@ _UNLIMITED = 1 << 60
 """cgroup v1 has no value for "no limit"; it shows the largest number of pages."""
 
 
-class MemoryBudget(NamedTuple):
+class ProcessMemory(NamedTuple):
     """Memory that this process may use, in bytes.
 
     Attributes:
@@ -47,7 +47,7 @@ _INTERFACES = {
 }
 
 
-def memory_budget(root: Path = Path("/")) -> MemoryBudget:
+def process_memory(root: Path = Path("/")) -> ProcessMemory:
     """The memory that this process may use, by its cgroups (v1 and v2, with ancestors) and MemAvailable.
 
     Args:
@@ -59,12 +59,12 @@ def memory_budget(root: Path = Path("/")) -> MemoryBudget:
     return tightest(_machine_memory(meminfo), [group for group in found if group is not None])
 
 
-def tightest(available: int, groups: Iterable[GroupMemory]) -> MemoryBudget:
+def tightest(available: int, groups: Iterable[GroupMemory]) -> ProcessMemory:
     """The budget under all of `groups`, on a machine with `available` bytes left."""
     group = min(groups, key=lambda group: group.limit - group.used, default=None)
     if group is None:
-        return MemoryBudget(None, 0, available)
-    return MemoryBudget(group.limit, group.used, max(0, min(available, group.limit - group.used)))
+        return ProcessMemory(None, 0, available)
+    return ProcessMemory(group.limit, group.used, max(0, min(available, group.limit - group.used)))
 
 
 def memory_groups(text: str) -> list[tuple[int, str]]:

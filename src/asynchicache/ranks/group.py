@@ -15,7 +15,7 @@ from asynchicache.controller.storage_pools import (
 )
 from asynchicache.errors import RankProtocolError, StorageError
 from asynchicache.planner.actions import StorageWrite
-from asynchicache.planner.fetch import Outcomes, StorageRead
+from asynchicache.planner.prefetch import Outcomes, StorageRead
 from asynchicache.ranks.leader import Answers, RankLeader
 from asynchicache.ranks.messages import (
     REASONS,

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 H = TypeVar("H", Ready, MemoryHandles)
 
-_MOST_HANDSHAKE = 1 << 20  # bytes of a handshake message, from a sender that is not known yet
+_MAX_HANDSHAKE = 1 << 20  # bytes of a handshake message, from a sender that is not known yet
 
 
 class HandshakeLink:
@@ -41,7 +41,7 @@ class HandshakeLink:
     def __init__(self, link: Link) -> None:
         self.link = link
         self._writer: FrameWriter[Handshake] = FrameWriter(0)
-        self._reader: FrameReader[Handshake] = FrameReader(0, Handshake, max_frame=_MOST_HANDSHAKE)
+        self._reader: FrameReader[Handshake] = FrameReader(0, Handshake, max_frame=_MAX_HANDSHAKE)
 
     def send(self, message: Handshake) -> None:
         self._writer.add(message)

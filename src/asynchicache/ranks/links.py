@@ -11,7 +11,7 @@ from asynchicache.errors import ConfigError, RankLostError
 
 _CHUNK = 1 << 18
 
-MOST_UNSENT = 256 << 20
+MAX_UNSENT = 256 << 20
 """The most bytes that wait for a rank to read them. Beyond it the rank counts as lost."""
 
 
@@ -22,7 +22,7 @@ class Link(Protocol):
         """Send bytes, later if the other side does not read them now.
 
         Raises:
-            RankLostError: the other side has not read `MOST_UNSENT` bytes, or the connection has ended.
+            RankLostError: the other side has not read `MAX_UNSENT` bytes, or the connection has ended.
         """
         ...
 
@@ -46,8 +46,8 @@ class StreamLink:
         transport = self._writer.transport
         if transport.is_closing():
             raise RankLostError("its connection has ended")
-        if transport.get_write_buffer_size() > MOST_UNSENT:
-            raise RankLostError(f"it has not read {MOST_UNSENT} bytes of what was sent to it")
+        if transport.get_write_buffer_size() > MAX_UNSENT:
+            raise RankLostError(f"it has not read {MAX_UNSENT} bytes of what was sent to it")
         self._writer.write(data)
 
     async def receive(self) -> bytes:

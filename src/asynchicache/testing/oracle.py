@@ -27,7 +27,7 @@ def _nothing_more(pool: str) -> str:
     return ""
 
 
-class PageBook:
+class PageTokens:
     """The prefix digests of the tokens of pages, so that bytes can be expected token by token.
 
     Then `bytes = f(identity, digest of the prefix up to a token, ...)`: pages that go on differently behind a
@@ -58,7 +58,7 @@ class ByteOracle:
     """Writes expected bytes to device slots, and counts slots that hold other bytes.
 
     Attributes:
-        book: the tokens of pages, if bytes are expected token by token.
+        page_tokens: the tokens of pages, if bytes are expected token by token.
     """
 
     def __init__(
@@ -66,22 +66,23 @@ class ByteOracle:
         spec: ModelSpec,
         tensor: Callable[[str, str], torch.Tensor],
         identity: Callable[[str], str] = _nothing_more,
-        book: PageBook | None = None,
+        page_tokens: PageTokens | None = None,
     ) -> None:
         """
         Args:
             spec: the model's pools.
-            book: see above.
+            page_tokens: see above.
             tensor: returns the device tensor of a pool and name; contiguous, on the CPU,
                 `[layers, slots, ...]`.
             identity: returns what else distinguishes a pool's pages: weight version, salt, shard. Default:
                 nothing.
         """
-        self.book = book
+        self.page_tokens = page_tokens
         self._parts = {
             pool.name: [
                 _TensorBytes(
-                    Pattern(spec, pool, known, identity(pool.name), book), tensor(pool.name, known.name)
+                    Pattern(spec, pool, known, identity(pool.name), page_tokens),
+                    tensor(pool.name, known.name),
                 )
                 for known in pool.tensors
             ]
@@ -103,7 +104,7 @@ class ByteOracle:
         Args:
             pool: the pool of the slots.
             slots, digests: see above.
-            first, last: with a book, write only these tokens of each page, up to and without `last`.
+            first, last: with page tokens, write only these tokens of each page, up to and without `last`.
             layer: write only this layer, as its forward pass does. Default: all layers.
         """
         if slots:
@@ -141,16 +142,18 @@ class HostOracle:
         spec: ModelSpec,
         layout: HostLayout,
         identity: Callable[[str], str] = _nothing_more,
-        book: PageBook | None = None,
+        page_tokens: PageTokens | None = None,
     ) -> None:
         """
         Args:
             spec: the model's pools.
             layout: a layout with contiguous slots.
-            identity, book: see `ByteOracle`.
+            identity, page_tokens: see `ByteOracle`.
         """
         self._patterns = {
-            pool.name: [Pattern(spec, pool, known, identity(pool.name), book) for known in pool.tensors]
+            pool.name: [
+                Pattern(spec, pool, known, identity(pool.name), page_tokens) for known in pool.tensors
+            ]
             for pool in spec.pools
         }
         self._layouts = {pool.name: SlotLayout.of(pool, spec.page_size, layout) for pool in spec.pools}
@@ -182,22 +185,22 @@ class Pattern:
         pool: PoolSpec,
         tensor: TensorSpec,
         identity: str,
-        book: PageBook | None = None,
+        page_tokens: PageTokens | None = None,
     ) -> None:
         self.tensor = tensor
-        self._book = book if pool.per_token else None
+        self._page_tokens = page_tokens if pool.per_token else None
         columns = np.arange(pool.item_bytes(tensor, spec.page_size))
         self.token_bytes = len(columns) // spec.page_size
         self._tokens = columns // max(self.token_bytes, 1)
-        self._columns = (columns if self._book is None else columns % self.token_bytes) % DIGEST_BYTES
+        self._columns = (columns if self._page_tokens is None else columns % self.token_bytes) % DIGEST_BYTES
         names = [f"{identity}{pool.name}/{tensor.name}/{layer}" for layer in tensor.layers]
         salts = _rows([sha256(name.encode()).digest() for name in names])
         self._salts = salts[:, None, self._columns]  # [layers, 1, item]
 
     def expected(self, digests: Sequence[bytes]) -> Bytes:
         """Expected bytes, `[layers, pages, item]`."""
-        if self._book is not None:
-            return self._book.rows(digests)[None, :, self._tokens, self._columns] ^ self._salts
+        if self._page_tokens is not None:
+            return self._page_tokens.rows(digests)[None, :, self._tokens, self._columns] ^ self._salts
         return _rows(digests)[None, :, self._columns] ^ self._salts
 
 

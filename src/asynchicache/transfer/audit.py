@@ -22,7 +22,7 @@ from asynchicache.pools.device import DevicePages
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.plan import Direction, TransferPlan, tensor_parts
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Most bytes staged for one transfer; further pages are not compared."""
 
 
@@ -128,7 +128,7 @@ class PageAudit:
                     yield _Page(pool, device_slot, host_slot, _Fingerprint())
 
     def _limited(self, pages: Iterable[_Page]) -> Iterable[_Page]:
-        left = MOST_BYTES
+        left = MAX_BYTES
         for page in pages:
             pool = self._devices[page.pool]
             left -= pool.spec.slot_bytes(pool.page_size)

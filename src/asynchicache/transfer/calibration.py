@@ -28,7 +28,7 @@ TOKEN_BYTES = (128, 512, 2 << 10)
 ITEM_BYTES = (512, 4 << 10, 16 << 10, 64 << 10, 256 << 10)
 """Measured lengths of runs, of single tokens and of whole items. Other lengths use the nearest one."""
 
-_LEAST_BYTES, _MOST_BYTES = 1 << 20, 16 << 20
+_LEAST_BYTES, _MAX_BYTES = 1 << 20, 16 << 20
 _GPU_BYTES = 128 << 20  # several chunks: the next one is enqueued while one is copied, as in long transfers
 _CPU_RUNS = 1024  # little enough of short runs, and of long ones more than a CPU's caches hold
 _GPU_RUNS = 4096  # a plain copy of each takes microseconds of the host, whatever its length
@@ -77,7 +77,7 @@ def _scratch(device_name: str, run_bytes: int, *, tokens: bool) -> PoolMemory:
     page_size = _TOKENS if tokens else 1
     layers = (0, 1) if tokens else (0,)
     spec = PoolSpec("scratch", (TensorSpec("bytes", layers, (run_bytes,), "uint8"),))
-    runs, most = (_CPU_RUNS, _MOST_BYTES) if device_name == "cpu" else (_GPU_RUNS, _GPU_BYTES)
+    runs, most = (_CPU_RUNS, _MAX_BYTES) if device_name == "cpu" else (_GPU_RUNS, _GPU_BYTES)
     nbytes = min(max(runs * run_bytes, _LEAST_BYTES), most)
     slots = max(2, nbytes // spec.slot_bytes(page_size))
     layout = HostLayout.PAGE_FIRST if tokens else HostLayout.PAGE_FIRST_DIRECT

@@ -21,7 +21,7 @@ from asynchicache.pools.device import DevicePages
 from asynchicache.pools.host import HostPool
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.paths import CopyPath, PathTable, RunShape, table_for
-from asynchicache.transfer.plan import Direction, PoolExtent, Slots, TensorPart, TransferPlan, tensor_parts
+from asynchicache.transfer.plan import Direction, PoolShape, Slots, TensorPart, TransferPlan, tensor_parts
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ class PoolMemory:
             )
 
     @property
-    def extent(self) -> PoolExtent:
-        return PoolExtent(self.device.spec, self.device.page_size, self.device.slots, self.host.slots)
+    def extent(self) -> PoolShape:
+        return PoolShape(self.device.spec, self.device.page_size, self.device.slots, self.host.slots)
 
     def items(self) -> PoolItems:
         """Views of both tiers, with each item cut into the units that it has on the host."""

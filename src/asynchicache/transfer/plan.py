@@ -91,7 +91,7 @@ class CacheOperation(msgspec.Struct, frozen=True):
         return columns_of([self])
 
 
-class PoolExtent(NamedTuple):
+class PoolShape(NamedTuple):
     """Shape and size of one pool, as plans need it.
 
     Attributes:
@@ -145,7 +145,7 @@ class TransferPlan:
 
 def merge(
     operations: Sequence[CacheOperation],
-    pools: Mapping[str, PoolExtent],
+    pools: Mapping[str, PoolShape],
     layers: int,
     group_bytes: int | None,
 ) -> TransferPlan:
@@ -182,7 +182,7 @@ def merge(
     )
 
 
-def check_slots(pool: str, tier: Tier, slots: Slots | Sequence[int], pools: Mapping[str, PoolExtent]) -> None:
+def check_slots(pool: str, tier: Tier, slots: Slots | Sequence[int], pools: Mapping[str, PoolShape]) -> None:
     """
     Raises:
         UsageError: `pool` is not in `pools`, or one of `slots` is outside of it.
@@ -362,7 +362,7 @@ def _few_runs(direction: Direction, pool: str, sources: Slots, destinations: Slo
 # Layers.
 
 
-def _layer_bytes(pages: Mapping[str, int], pools: Mapping[str, PoolExtent], layers: int) -> list[int]:
+def _layer_bytes(pages: Mapping[str, int], pools: Mapping[str, PoolShape], layers: int) -> list[int]:
     sizes = [0] * layers
     for pool, count in pages.items():
         extent = pools[pool]
@@ -397,7 +397,7 @@ def tensor_parts(spec: PoolSpec, layers: range) -> Iterator[TensorPart]:
             yield TensorPart(tensor.name, first, last)
 
 
-def _last_layer(extent: PoolExtent) -> int:
+def _last_layer(extent: PoolShape) -> int:
     return max(tensor.layers[-1] for tensor in extent.spec.tensors)
 
 

@@ -19,7 +19,7 @@ from asynchicache.ports import Port
 from asynchicache.specs import ModelSpec
 from asynchicache.streams.base import Event
 from asynchicache.transfer.audit import AuditStatistics
-from asynchicache.transfer.plan import CacheOperation, Direction, PoolExtent, TransferPlan, check_slots
+from asynchicache.transfer.plan import CacheOperation, Direction, PoolShape, TransferPlan, check_slots
 from asynchicache.transfer.record import Done, OnWait, Reads, Submission, TransferRecord, call_done
 from asynchicache.transfer.statistics import CompletionCounters, TransferStatistics
 from asynchicache.transfer.ticket import Ticket
@@ -102,7 +102,7 @@ class RemoteCopies:
         self._workers = workers
         self._host: HostHandle | None = None
         self._layers = 1
-        self._extents: dict[str, PoolExtent] = {}
+        self._extents: dict[str, PoolShape] = {}
         self._port: Port | None = None
         self._orders: dict[int, _OpenOrder] = {}
         self._news = asyncio.Event()
@@ -201,7 +201,7 @@ class RemoteCopies:
             raise UsageError("these RemoteCopies belong to a cache already; make new ones for each")
         self._port, self._host, self._layers = port, host, spec.layers
         self._extents = {
-            pool.name: PoolExtent(
+            pool.name: PoolShape(
                 pool, spec.page_size, self._pages[pool.slots_of or pool.name], host.pools[pool.name].slots
             )
             for pool in spec.pools

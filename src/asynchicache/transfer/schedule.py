@@ -16,7 +16,7 @@ from asynchicache.transfer.plan import (
     CacheOperation,
     Columns,
     Direction,
-    PoolExtent,
+    PoolShape,
     Slots,
     columns_of,
     merge,
@@ -43,7 +43,7 @@ class HazardTable:
     `since`, so nothing is removed when a transfer ends.
     """
 
-    def __init__(self, extents: Mapping[str, PoolExtent]) -> None:
+    def __init__(self, extents: Mapping[str, PoolShape]) -> None:
         self._writers = {
             (pool, tier): np.zeros(extent.capacity(tier), np.int64)
             for pool, extent in extents.items()
@@ -92,7 +92,7 @@ class IndependenceCheck:
     Every slot that is written gets a stamp. Stamps only ascend, so those of earlier calls need no clearing.
     """
 
-    def __init__(self, extents: Mapping[str, PoolExtent]) -> None:
+    def __init__(self, extents: Mapping[str, PoolShape]) -> None:
         self._stamps = {
             (pool, tier): np.zeros(extent.capacity(tier), np.int64)
             for pool, extent in extents.items()
@@ -134,7 +134,7 @@ def _recent(tables: Iterable[Slots], slots: Slots, since: int) -> set[int]:
     return found
 
 
-_MOST_URGENT_FIRST = (Direction.FORK, Direction.LOAD, Direction.BACKUP)
+_MAX_URGENT_FIRST = (Direction.FORK, Direction.LOAD, Direction.BACKUP)
 """Forks are small, and forwards wait for them and for loads."""
 
 
@@ -143,7 +143,7 @@ class Scheduler:
 
     def __init__(
         self,
-        extents: Mapping[str, PoolExtent],
+        extents: Mapping[str, PoolShape],
         layers: int,
         group_bytes: int,
         poll: Callable[[], None],
@@ -211,7 +211,7 @@ class Scheduler:
         return 1 + bisect_left(sizes, True, key=lambda size: not self._independence.holds(operations[:size]))
 
     def _schedule_round(self, submissions: Iterable[Submission]) -> list[TransferRecord]:
-        merged: dict[Direction, list[Submission]] = {direction: [] for direction in _MOST_URGENT_FIRST}
+        merged: dict[Direction, list[Submission]] = {direction: [] for direction in _MAX_URGENT_FIRST}
         for submission in submissions:
             merged[submission.operation.direction].append(submission)
         return [self._record(together) for together in merged.values() if together]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from asynchicache.errors import ConfigError
-from asynchicache.tree.node import FULL, LOADING, RESIDENT, Node, Pins, place_of
+from asynchicache.tree.node import FULL, LOADING, RESIDENT, Locks, Node, place_of
 from asynchicache.types import Coverage, Tier
 
 End = tuple[Node, int]
@@ -135,7 +135,7 @@ def make_component(coverage: Coverage, component_id: int, *, paged: bool) -> Com
     )
 
 
-def prefix_pins(component: Component, node: Node) -> Pins:
+def prefix_locks(component: Component, node: Node) -> Locks:
     """What keeps a prefix that ends at `node` restorable: the slots it needs where they are nearest, and
     the full pages that they would go with."""
     found = []

@@ -1,6 +1,6 @@
 """Copies between the tiers of a tree, from their start to their end.
 
-A copy marks its destinations LOADING or SAVING, pins its sources and destinations, and ends once:
+A copy marks its destinations LOADING or SAVING, locks its sources and destinations, and ends once:
 settled or taken back. A node may be split meanwhile; both halves then belong to the copy. When a copy
 fails, pages that others are building on it are lost as well: the tree drops them at once, and the copy
 that still uses their slots returns the slots when it ends.
@@ -20,9 +20,9 @@ from asynchicache.tree.node import (
     LOADING,
     RESIDENT,
     SAVING,
+    Locks,
     Node,
     Pending,
-    Pins,
     SlotPlace,
     is_full,
     other_tier,
@@ -57,12 +57,12 @@ class TierCopy:
     Attributes:
         tier: the destination; the source is the other one.
         pending: by place, the nodes whose slots are being filled.
-        pins: what must not be evicted meanwhile.
+        locks: what must not be evicted meanwhile.
     """
 
     tier: Tier
     pending: dict[SlotPlace, Pending] = field(default_factory=dict)
-    pins: Pins = field(default_factory=list)
+    locks: Locks = field(default_factory=list)
 
     def nodes(self, component: int) -> list[Node]:
         """The nodes that this copy fills for a component, including halves of split nodes."""
@@ -130,7 +130,7 @@ def is_unsaved(node: Node, component_id: int) -> bool:
 
 
 def begin(tree: UnifiedRadixTree, tier: Tier, copies: Iterable[tuple[CopyRequest, list[int]]]) -> TierCopy:
-    """Start a copy: fill the destinations with slots and pin both ends. Parents come before children."""
+    """Start a copy: fill the destinations with slots and lock both ends. Parents come before children."""
     tier_copy = TierCopy(tier)
     state = LOADING if tier is Tier.DEVICE else SAVING
     other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
@@ -138,10 +138,10 @@ def begin(tree: UnifiedRadixTree, tier: Tier, copies: Iterable[tuple[CopyRequest
         place = place_of(component_id, tier)
         tree.occupy(node, place, slots, state)
         _mark_pending(tier_copy, node, place)
-        tier_copy.pins.append((node, place_of(component_id, other)))
+        tier_copy.locks.append((node, place_of(component_id, other)))
         if component_id != FULL:
-            tier_copy.pins += [(node, place_of(FULL, tier)), (node, place_of(FULL, other))]
-    tree.pin_all(tier_copy.pins)
+            tier_copy.locks += [(node, place_of(FULL, tier)), (node, place_of(FULL, other))]
+    tree.lock_all(tier_copy.locks)
     return tier_copy
 
 
@@ -150,15 +150,15 @@ def begin_arrival(tree: UnifiedRadixTree, node: Node, components: Iterable[int])
     tier_copy = TierCopy(Tier.DEVICE)
     for component_id in components:
         _mark_pending(tier_copy, node, place_of(component_id, Tier.DEVICE))
-        tier_copy.pins.append((node, FULL_DEVICE))
-    tree.pin_all(tier_copy.pins)
+        tier_copy.locks.append((node, FULL_DEVICE))
+    tree.lock_all(tier_copy.locks)
     return tier_copy
 
 
-def keep(tree: UnifiedRadixTree, tier_copy: TierCopy, pins: Pins) -> None:
-    """Pin further places until a copy ends: sources that it copies to slots outside the tree."""
-    for node, place in pins:
-        tree.pin_for(tier_copy.pins, node, place)
+def keep(tree: UnifiedRadixTree, tier_copy: TierCopy, locks: Locks) -> None:
+    """Lock further places until a copy ends: sources that it copies to slots outside the tree."""
+    for node, place in locks:
+        tree.lock_for(tier_copy.locks, node, place)
 
 
 def _mark_pending(tier_copy: TierCopy, node: Node, place: SlotPlace) -> None:
@@ -175,7 +175,7 @@ def finish(tree: UnifiedRadixTree, tier_copy: TierCopy, *, arrived: bool) -> dic
     Returns:
         By place, slots that the tree no longer owns because this copy failed, or one that it depended
         on. Pages built on them in the same tier, and copies that were saving them, are taken back as
-        well; leases on those pin nothing from then on.
+        well; leases on those lock nothing from then on.
     """
     lost: dict[SlotPlace, list[int]] = {}
     for pending in tier_copy.pending.values():
@@ -188,7 +188,7 @@ def finish(tree: UnifiedRadixTree, tier_copy: TierCopy, *, arrived: bool) -> dic
                 tree.settle(node, pending.place)
             else:
                 _take_back(tree, node, pending.place, lost)
-    tree.unpin_all(tier_copy.pins)
+    tree.unlock_all(tier_copy.locks)
     return lost
 
 

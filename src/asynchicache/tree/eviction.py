@@ -25,7 +25,7 @@ from asynchicache.tree.node import (
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.types import Tier
 
-MOST_VICTIMS = 1 << 62
+MAX_VICTIMS = 1 << 62
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class Evicted:
 
 
 def evict(
-    tree: UnifiedRadixTree, place: SlotPlace, count: int, *, dirty: bool = True, victims: int = MOST_VICTIMS
+    tree: UnifiedRadixTree, place: SlotPlace, count: int, *, dirty: bool = True, victims: int = MAX_VICTIMS
 ) -> Evicted:
     """Free `count` slots of a place: more if a node cannot be split, fewer if candidates run out.
 
@@ -97,7 +97,7 @@ def _vacate(tree: UnifiedRadixTree, node: Node, place: SlotPlace, freed: Evicted
 def _evict_window(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: int, freed: Evicted) -> None:
     """Evict a node's pages of a window; only the first ones, if the rest is still a whole window."""
     window = next(component.pages for component in tree.windows if component.id == component_of(place))
-    if wanted <= node.pages - window and not any(node.pins):
+    if wanted <= node.pages - window and not any(node.locks):
         upper = tree.split(node, wanted)
         tree.refresh(node, place)
         node = upper
@@ -144,4 +144,4 @@ def _evict_full(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: in
 
 def _alone(node: Node) -> bool:
     """Whether a leaf has slots at one place only, so that its tail can be cut off without a split."""
-    return not node.children and not any(node.pins) and node.slots.count(None) == len(node.slots) - 1
+    return not node.children and not any(node.locks) and node.slots.count(None) == len(node.slots) - 1

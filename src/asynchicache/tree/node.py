@@ -20,7 +20,7 @@ TIERS = 2
 
 
 SlotPlace = NewType("SlotPlace", int)
-"""One component in one tier: the index of its slots, residency and pins in a node's lists.
+"""One component in one tier: the index of its slots, residency and locks in a node's lists.
 
 An integer at run time, because the tree indexes lists with it on every step of a walk: an integer
 subclass or an enumeration would take the slow path of each such access. Ask it with the functions below.
@@ -69,7 +69,7 @@ class Node:
     Attributes:
         key: token ids of its pages, int64 little-endian; `head` is the first page of it.
         pages, end: how many pages it has, and the page number behind its last.
-        slots, residency, pins: by `place`: slot numbers or None, where they stand, leases on them.
+        slots, residency, locks: by `place`: slot numbers or None, where they stand, leases on them.
         worth: by component, what orders its eviction. A node is worth at least what its descendants are;
             that is made up for when they go, so that a use touches one node only.
         superseded: bit by component, a later state of the same sequence took its place.
@@ -78,8 +78,8 @@ class Node:
         digests: page digests, once computed; `stored`: bit by component, storage has it.
         dropped: bit by component, its slots were evicted from every tier of the tree.
         pending: copies in flight into this node; a split adds the new half to them.
-        holders: the pin lists that name a window of this node, one entry per pin; a split adds the new
-            half to them. Other places need none: a pin on the end of a path covers both halves.
+        holders: the lock lists that name a window of this node, one entry per lock; a split adds the new
+            half to them. Other places need none: a lock on the end of a path covers both halves.
         queued: bit by eviction queue, has an entry in its heap.
         tail: tokens of a node that ends inside its only page (`tree.tails`); 0: all of its pages are whole.
         tails: how many children are such nodes; `heads`: sorted heads of all children, if there may be any.
@@ -98,10 +98,10 @@ class Node:
         "holders",
         "host_children",
         "key",
+        "locks",
         "pages",
         "parent",
         "pending",
-        "pins",
         "published",
         "queued",
         "residency",
@@ -123,7 +123,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.slots: list[list[int] | None] = [None] * (TIERS * components)
         self.residency: list[int] = [ABSENT] * (TIERS * components)
-        self.pins: list[int] = [0] * (TIERS * components)
+        self.locks: list[int] = [0] * (TIERS * components)
         self.worth: list[float] = [0] * components
         self.superseded = 0
         self.published: float = -1
@@ -132,7 +132,7 @@ class Node:
         self.digests: list[bytes] | None = None
         self.stored = 0
         self.dropped = 0
-        self.holders: list[Pins] | None = None
+        self.holders: list[Locks] | None = None
         self.pending: list[Pending] | None = None
         self.queued = 0
         self.hits = 0
@@ -148,10 +148,10 @@ class Node:
 
     def __repr__(self) -> str:
         states = "".join("-lRs"[state] for state in self.residency)
-        return f"<Node {self.serial} pages {self.end - self.pages}..{self.end} {states} pins {self.pins}>"
+        return f"<Node {self.serial} pages {self.end - self.pages}..{self.end} {states} locks {self.locks}>"
 
 
-Pins = list[tuple[Node, SlotPlace]]
+Locks = list[tuple[Node, SlotPlace]]
 """Places of nodes that must not be evicted, on behalf of one lease or copy."""
 
 

@@ -40,7 +40,7 @@ def outline(roots: Collection[Node], most: int) -> list[PrefixOutline]:
     Visits at most `LOOKED_AT` nodes, so a large tree is not walked.
     """
     found, parents = _visit(roots)
-    below, users = [0] * len(found), [node.pins[FULL_DEVICE] + node.pins[FULL_HOST] for node in found]
+    below, users = [0] * len(found), [node.locks[FULL_DEVICE] + node.locks[FULL_HOST] for node in found]
     for number in range(len(found) - 1, -1, -1):  # children come after their parents
         if parents[number] >= 0:
             below[parents[number]] += 1 + below[number]

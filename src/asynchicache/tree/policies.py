@@ -120,9 +120,9 @@ class SizeCredit(Policy):
         if self._openings >= _MEMORY:
             self._openings //= 2
             self._size_logs /= 2
-        if credit > _MOST_CREDIT:
-            return self._usual_return * _MOST_CREDIT
-        return self._usual_return * (credit if credit > -_MOST_CREDIT else -_MOST_CREDIT)
+        if credit > _MAX_CREDIT:
+            return self._usual_return * _MAX_CREDIT
+        return self._usual_return * (credit if credit > -_MAX_CREDIT else -_MAX_CREDIT)
 
     def _returned(self, age: float) -> None:
         """Somebody asked for a published path for the first time, after `age` pages."""
@@ -143,18 +143,18 @@ class SizeCredit(Policy):
         if name in ghosts:
             self._ghost_pages -= ghosts.pop(name) - first
         ghosts[name] = end
-        while self._ghost_pages > self._most_ghost_pages or len(ghosts) > _MOST_GHOSTS:
+        while self._ghost_pages > self._most_ghost_pages or len(ghosts) > _MAX_GHOSTS:
             oldest = next(iter(ghosts))
             self._ghost_pages -= ghosts.pop(oldest) - oldest[0]
 
 
-_MOST_CREDIT = 2.0
+_MAX_CREDIT = 2.0
 _HALVES_A_LOG = 0.5 / log(2)  # a factor of two in size is half of the usual return
 _LEAST_RETURNS = 20
 _MEMORY = 20_000
 """Returns, and openings, that the means are made of: sums are halved at this number."""
 _GHOST_SHARE = 4
-_MOST_GHOSTS = 1 << 17
+_MAX_GHOSTS = 1 << 17
 
 
 POLICIES: Mapping[str, type[Policy]] = {"size": SizeCredit, "lru": Lru, "fifo": Fifo}

@@ -1,7 +1,7 @@
 """The unified radix tree: one tree of pages for every pool of a hybrid model.
 
 It follows SGLang's UnifiedRadixTree (sgl-project/sglang#23316) with other mechanics: `match` changes
-nothing, `pin` returns a lease, `insert` is one transaction that reports what became of every slot, and
+nothing, `lock` returns a lease, `insert` is one transaction that reports what became of every slot, and
 slots whose bytes are in flight are marked as such instead of being committed early.
 
 The tree decides and counts; it never allocates, frees or copies. The caller owns the slots that the
@@ -11,7 +11,7 @@ Copies between tiers are in `tree.copies`, eviction is in `tree.eviction`, what 
 `tree.value`.
 
 This file has more lines than others because the parts of the tree change each other's fields: a split
-divides slots, pins, copies in flight and digests in one step, and can be checked only as a whole.
+divides slots, locks, copies in flight and digests in one step, and can be checked only as a whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 from asynchicache.errors import InternalError
 from asynchicache.hashing import page_digests
 from asynchicache.leases import Lease
-from asynchicache.tree.components import Component, End, WindowComponent, make_component, prefix_pins
+from asynchicache.tree.components import Component, End, WindowComponent, make_component, prefix_locks
 from asynchicache.tree.node import (
     ABSENT,
     FULL,
@@ -36,8 +36,8 @@ from asynchicache.tree.node import (
     LOADING,
     RESIDENT,
     SAVING,
+    Locks,
     Node,
-    Pins,
     SlotPlace,
     all_places,
     component_of,
@@ -114,12 +114,12 @@ class HeldBack(NamedTuple):
 class PathLease(Lease):
     """Keeps one prefix: the path to `node` where it is, and what its end needs of the other pools."""
 
-    __slots__ = ("credit", "node", "pinned")
+    __slots__ = ("credit", "locked", "node")
 
-    def __init__(self, tree: UnifiedRadixTree, node: Node, pinned: Pins, credit: float) -> None:
-        super().__init__(lambda: tree.unpin_all(pinned))  # not through `self`: a lost lease ends at once
+    def __init__(self, tree: UnifiedRadixTree, node: Node, locked: Locks, credit: float) -> None:
+        super().__init__(lambda: tree.unlock_all(locked))  # not through `self`: a lost lease ends at once
         self.node = node
-        self.pinned = pinned
+        self.locked = locked
         self.credit = credit
 
 
@@ -150,7 +150,7 @@ class Inserted:
 
 
 class UnifiedRadixTree:
-    """Match, pin, insert.
+    """Match, lock, insert.
 
     Attributes:
         page_size, page_bytes: tokens (or words of its key) of a page, and bytes of them in a node's key.
@@ -162,8 +162,8 @@ class UnifiedRadixTree:
         queues: by place, the nodes that may give up slots there.
         tails: whether paths may end inside a page.
         roots: by namespace seed, for as long as something stands on them.
-        retired: roots of an earlier generation, which no match begins from, until nothing stands on them.
-        generation: counts how often all roots were retired.
+        detached: roots of an earlier epoch, which no match begins from, until nothing stands on them.
+        epoch: counts how often all roots were detached.
         version: changes whenever a match may no longer hold; one of another version is stale.
         watcher: receives changes of slots; None costs nothing.
     """
@@ -212,8 +212,8 @@ class UnifiedRadixTree:
         self.value = PrefixValue(self.components, self.costs, self.restorable)
         self.queues = [self._queue(place) for place in self.places]
         self.roots: dict[bytes, Node] = {}
-        self.retired: list[Node] = []
-        self.generation = 0
+        self.detached: list[Node] = []
+        self.epoch = 0
         self.version = 0
         self.watcher: SlotWatcher | None = None
         self._holders: dict[SlotPlace, dict[int, Node]] = {}
@@ -250,26 +250,26 @@ class UnifiedRadixTree:
 
     def _prune(self, root: Node) -> None:
         """Drop an unused root: every request may bring a namespace of its own."""
-        if root.children or any(root.pins) or root.digests is None:
+        if root.children or any(root.locks) or root.digests is None:
             return
         if self.roots.get(root.digests[0]) is root:
             del self.roots[root.digests[0]]
-        elif root in self.retired:
-            self.retired.remove(root)
+        elif root in self.detached:
+            self.detached.remove(root)
 
-    def retire(self) -> None:
-        """Begin a new generation: no match finds what is in the tree now; nodes stay for those who hold them.
+    def reset(self) -> None:
+        """Begin a new epoch: no match finds what is in the tree now; nodes stay for those who hold them.
 
         Linear in the namespaces.
         """
-        self.generation += 1
+        self.epoch += 1
         self.version += 1
-        self.retired += [root for root in self.roots.values() if root.children or any(root.pins)]
+        self.detached += [root for root in self.roots.values() if root.children or any(root.locks)]
         self.roots.clear()
 
     def is_current(self, node: Node) -> bool:
-        """Whether a match may find `node`. Linear in its depth, if there are nodes of other generations."""
-        if not self.retired:
+        """Whether a match may find `node`. Linear in its depth, if there are nodes of other epochs."""
+        if not self.detached:
             return True
         while node.parent is not None:
             node = node.parent
@@ -295,7 +295,7 @@ class UnifiedRadixTree:
         """Cut `node` after `pages` pages; returns the new first half, `node` stays the second.
 
         States, and the leases on a path, belong to the end of a node, so they stay with `node`. A lease
-        on pages of a window pins both halves from now on.
+        on pages of a window locks both halves from now on.
         """
         parent = _parent(node)
         cut = pages * self.page_bytes
@@ -316,9 +316,9 @@ class UnifiedRadixTree:
         if node.digests is not None:
             upper.digests, node.digests = node.digests[:pages], node.digests[pages:]
         self._divide(upper, node)
-        # A window is pinned page by page, unlike a path, whose end pins all of it. So a node knows the pin
+        # A window is locked page by page, unlike a path, whose end locks all of it. So a node knows the lock
         # lists that name its windows, and the new half joins them. Walking the window again when the lease
-        # closes would not do: the tree may have changed, and the walk would unpin other nodes.
+        # closes would not do: the tree may have changed, and the walk would unlock other nodes.
         if node.holders:
             self._hold_both(upper, node)
         for component in self.windows:
@@ -344,10 +344,10 @@ class UnifiedRadixTree:
             upper.pending = divided or None
 
     def _hold_both(self, upper: Node, lower: Node) -> None:
-        for pins in {id(pins): pins for pins in lower.holders or ()}.values():
-            more = [(upper, place) for node, place in pins if node is lower and place in self._window_places]
+        for locks in {id(locks): locks for locks in lower.holders or ()}.values():
+            more = [(upper, place) for node, place in locks if node is lower and place in self._window_places]
             for node, place in more:
-                self.pin_for(pins, node, place)
+                self.lock_for(locks, node, place)
 
     def cut_window(self, node: Node, component_id: int) -> None:
         """Split the path so that a node begins where the window that ends at `node` does.
@@ -362,7 +362,7 @@ class UnifiedRadixTree:
             self.split(node, node.pages - (node.end - first))
 
     def trim(self, node: Node, pages: int, place: SlotPlace) -> list[int]:
-        """Cut the last pages off an unpinned leaf with slots at one place only; returns their slots.
+        """Cut the last pages off an unlocked leaf with slots at one place only; returns their slots.
 
         Does what `split` and `remove` of the second half would, without creating that half.
         """
@@ -509,7 +509,7 @@ class UnifiedRadixTree:
         if node.worth[FULL] > parent.worth[FULL]:
             parent.worth[FULL] = node.worth[FULL]
 
-    # --- eviction candidates and pins ---
+    # --- eviction candidates and locks ---
 
     def refresh(self, node: Node, place: SlotPlace) -> None:
         """Add a node to the eviction queue of a place, or remove it, whichever is right now."""
@@ -520,11 +520,11 @@ class UnifiedRadixTree:
 
     @staticmethod
     def evictable(node: Node, place: SlotPlace) -> bool:
-        """Whether the slots of a place can be evicted: resident, unpinned, and without dependent children."""
+        """Whether the slots of a place can be evicted: resident, unlocked, and without dependent children."""
         # Full pages of a child depend on those of its parent in the same tier. So only ends of paths are
-        # candidates, and pinning the end pins the whole path in O(1): nothing walks to the root to lock and
+        # candidates, and locking the end locks the whole path in O(1): nothing walks to the root to lock and
         # unlock it. Evicting from the middle would leave children that no prefix reaches.
-        if node.residency[place] != RESIDENT or node.pins[place] or node.parent is None:
+        if node.residency[place] != RESIDENT or node.locks[place] or node.parent is None:
             return False
         if place == FULL_DEVICE:
             return not node.device_children
@@ -543,41 +543,41 @@ class UnifiedRadixTree:
         """What the clock adds for a request: ages below that are noise."""
         return self.clock / self.uses
 
-    def pin_for(self, pins: Pins, node: Node, place: SlotPlace) -> None:
-        """Pin one place and add it to `pins`, which grows when the node is split."""
-        pins.append((node, place))
-        self._pin(pins, node, place)
+    def lock_for(self, locks: Locks, node: Node, place: SlotPlace) -> None:
+        """Lock one place and add it to `locks`, which grows when the node is split."""
+        locks.append((node, place))
+        self._lock(locks, node, place)
 
-    def pin_all(self, pins: Pins) -> None:
-        """Pin everything in `pins` until `unpin_all` of the same list."""
-        for node, place in pins:
-            self._pin(pins, node, place)
+    def lock_all(self, locks: Locks) -> None:
+        """Lock everything in `locks` until `unlock_all` of the same list."""
+        for node, place in locks:
+            self._lock(locks, node, place)
 
-    def unpin_all(self, pins: Pins) -> None:
-        """Unpin everything in a list and empty it."""
-        while pins:
-            node, place = pins.pop()
-            self._unpin(pins, node, place)
+    def unlock_all(self, locks: Locks) -> None:
+        """Unlock everything in a list and empty it."""
+        while locks:
+            node, place = locks.pop()
+            self._unlock(locks, node, place)
 
-    def unpin_for(self, pins: Pins, index: int) -> None:
-        """Unpin one entry of a list and remove it."""
-        node, place = pins.pop(index)
-        self._unpin(pins, node, place)
+    def unlock_for(self, locks: Locks, index: int) -> None:
+        """Unlock one entry of a list and remove it."""
+        node, place = locks.pop(index)
+        self._unlock(locks, node, place)
 
-    def _pin(self, pins: Pins, node: Node, place: SlotPlace) -> None:
-        node.pins[place] += 1
-        if node.pins[place] == 1:
+    def _lock(self, locks: Locks, node: Node, place: SlotPlace) -> None:
+        node.locks[place] += 1
+        if node.locks[place] == 1:
             self.queues[place].discard(node)
         if place in self._window_places:
             if node.holders is None:
                 node.holders = []
-            node.holders.append(pins)
+            node.holders.append(locks)
 
-    def _unpin(self, pins: Pins, node: Node, place: SlotPlace) -> None:
+    def _unlock(self, locks: Locks, node: Node, place: SlotPlace) -> None:
         if place in self._window_places:
-            _forget(node.holders or [], pins)
-        node.pins[place] -= 1
-        if not node.pins[place]:
+            _forget(node.holders or [], locks)
+        node.locks[place] -= 1
+        if not node.locks[place]:
             if node.pages:
                 self.refresh(node, place)
             else:
@@ -599,7 +599,7 @@ class UnifiedRadixTree:
 
     def nodes(self, *, current: bool = False) -> Iterator[Node]:
         """Every node but the roots, parents first; `current`: only those that a match may find."""
-        roots = [*self.roots.values(), *(() if current else self.retired)]
+        roots = [*self.roots.values(), *(() if current else self.detached)]
         stack = [child for root in roots for child in root.children.values()]
         while stack:
             node = stack.pop()
@@ -786,8 +786,8 @@ class UnifiedRadixTree:
         prompt = memoryview(tokens).cast("B")
         return self.policy.credit(match.node, self.clock, prompt, match.full_pages, hint)
 
-    def pin(self, match: Match, credit: float = 0.0) -> PathLease:
-        """Pin a match: nothing of its prefix can be evicted until the lease is closed.
+    def lock(self, match: Match, credit: float = 0.0) -> PathLease:
+        """Lock a match: nothing of its prefix can be evicted until the lease is closed.
 
         `credit` counts for this use, and for those of what is inserted behind the lease.
 
@@ -795,7 +795,7 @@ class UnifiedRadixTree:
             InternalError: the tree changed since the match was made.
         """
         if match.version != self.version:
-            raise InternalError("a match was pinned after the tree had changed; match again")
+            raise InternalError("a match was locked after the tree had changed; match again")
         node = match.node
         if match.inside and match.partial is not None:
             partial = match.partial
@@ -817,14 +817,14 @@ class UnifiedRadixTree:
     def lease(self, node: Node, credit: float = 0.0) -> PathLease:
         """Keep the path to `node`, and what a prefix needs there of the other pools."""
         node = self.rooted(node)
-        pinned = self._anchors(node)
+        locked = self._anchors(node)
         for component in self.components:
-            pinned += prefix_pins(component, node)
-        self.pin_all(pinned)
-        return PathLease(self, node, pinned, credit)
+            locked += prefix_locks(component, node)
+        self.lock_all(locked)
+        return PathLease(self, node, locked, credit)
 
     @staticmethod
-    def _anchors(node: Node) -> Pins:
+    def _anchors(node: Node) -> Locks:
         """The ends of the path to `node`, in each tier that it needs."""
         if node.residency[FULL_DEVICE] != ABSENT:
             return [(node, FULL_DEVICE)]
@@ -834,35 +834,35 @@ class UnifiedRadixTree:
             anchors.append((above, FULL_DEVICE))
         return anchors
 
-    def repin(self, lease: PathLease, node: Node) -> None:
+    def relock(self, lease: PathLease, node: Node) -> None:
         """Move a lease to another end of the same sequence. It keeps the windows there, and those that it
         kept on the device: a forward that reads them may be in flight; `drop_behind` drops them."""
         lease.node = node
-        pinned = lease.pinned  # always this list: it is what closing the lease gives back
+        locked = lease.locked  # always this list: it is what closing the lease gives back
         kept = {place_of(component.id, Tier.DEVICE) for component in self.windows}
-        old = [i for i, (_, place) in enumerate(pinned) if place not in kept]
+        old = [i for i, (_, place) in enumerate(locked) if place not in kept]
         for held, place in self._anchors(node):
-            self.pin_for(pinned, held, place)
+            self.lock_for(locked, held, place)
         self.keep_windows(lease, Tier.DEVICE)
         for index in reversed(old):
-            self.unpin_for(pinned, index)
+            self.unlock_for(locked, index)
 
     def keep_windows(self, lease: PathLease, tier: Tier) -> None:
         """Have a lease keep, in one tier, the windows that its end needs."""
         for component in self.windows:
             place = place_of(component.id, tier)
             for part in component.needs(lease.node):
-                if part.residency[place] != ABSENT and (part, place) not in lease.pinned:
-                    self.pin_for(lease.pinned, part, place)
+                if part.residency[place] != ABSENT and (part, place) not in lease.locked:
+                    self.lock_for(lease.locked, part, place)
 
-    def drop_behind(self, lease: PathLease, component_id: int, page: int, pinned: Pins) -> None:
-        """Move the windows before a page from what a lease keeps to what `pinned` does."""
+    def drop_behind(self, lease: PathLease, component_id: int, page: int, locked: Locks) -> None:
+        """Move the windows before a page from what a lease keeps to what `locked` does."""
         places = (place_of(component_id, Tier.DEVICE), place_of(component_id, Tier.HOST))
-        for index in reversed(range(len(lease.pinned))):
-            node, place = lease.pinned[index]
+        for index in reversed(range(len(lease.locked))):
+            node, place = lease.locked[index]
             if place in places and node.end <= page:
-                self.pin_for(pinned, node, place)
-                self.unpin_for(lease.pinned, index)
+                self.lock_for(locked, node, place)
+                self.unlock_for(lease.locked, index)
 
     # --- insertion ---
 
@@ -901,7 +901,7 @@ class UnifiedRadixTree:
             part for fresh, start in zip(result.filled, begun, strict=True) for part in _parts(fresh, start)
         ]
         self.published(node, lease.credit, fresh=bool(result.filled))
-        self.repin(lease, node)
+        self.relock(lease, node)
         for component_id, pages in (windows or {}).items():
             self._keep_taken(lease, component_id, pages.first, result.windows[component_id])
         return result
@@ -920,8 +920,8 @@ class UnifiedRadixTree:
         place = place_of(component_id, Tier.DEVICE)
         node = lease.node
         while node.end > first and node.parent is not None:
-            if node.end - 1 not in refused and (node, place) not in lease.pinned:
-                self.pin_for(lease.pinned, node, place)
+            if node.end - 1 not in refused and (node, place) not in lease.locked:
+                self.lock_for(lease.locked, node, place)
             node = node.parent
 
     def insert_host(self, node: Node, tokens: array[int], slots: Sequence[int]) -> Inserted:
@@ -1053,10 +1053,10 @@ class UnifiedRadixTree:
         return path
 
 
-def _forget(holders: list[Pins], pins: Pins) -> None:
-    """Remove one entry that is `pins` itself; an equal list may belong to another lease."""
+def _forget(holders: list[Locks], locks: Locks) -> None:
+    """Remove one entry that is `locks` itself; an equal list may belong to another lease."""
     for index in range(len(holders) - 1, -1, -1):
-        if holders[index] is pins:
+        if holders[index] is locks:
             del holders[index]
             return
 

@@ -2,7 +2,7 @@
 
 A tail is a leaf with one slot, of whose page only the first tokens count. Its key is those tokens, filled up
 with a word that is no token id. So it is a page of its own: no walk along a sequence runs into it, it never
-counts as a whole page, and copies, pins and eviction treat it as any other leaf. Tails are not stored: a
+counts as a whole page, and copies, locks and eviction treat it as any other leaf. Tails are not stored: a
 digest is asked for by whole pages.
 
 A request that resumes inside a page copies the page and writes behind the copied tokens; what the rest of
@@ -23,8 +23,8 @@ from asynchicache.tree.node import (
     FULL_HOST,
     LOADING,
     RESIDENT,
+    Locks,
     Node,
-    Pins,
     SlotPlace,
     place_of,
 )
@@ -141,7 +141,7 @@ def place(node: Node) -> SlotPlace:
     return FULL_DEVICE if node.residency[FULL_DEVICE] != ABSENT else FULL_HOST
 
 
-def pins(tree: UnifiedRadixTree, tail: Tail) -> Pins:
+def locks(tree: UnifiedRadixTree, tail: Tail) -> Locks:
     """What keeps a tail: its page and its states, where they are nearest."""
     found = [(tail.node, place(tail.node))]
     for component in tree.components:

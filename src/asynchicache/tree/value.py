@@ -15,7 +15,7 @@ SUPERSEDED_SHARE = 1 / 30
 """What a state counts after a later one of the same sequence was published. With 1/10 the trace of tool calls
 loses a point, with 0 sub-agents do not find the states that they branch off from."""
 
-_MOST_STEPS = 64
+_MAX_STEPS = 64
 """Nodes that are looked at, up a path, for the end of another prefix that can be restored."""
 
 
@@ -70,7 +70,7 @@ class PrefixValue:
         that serve no other prefix. Superseded states do not count as a place to resume: they go soon."""
         above, freed, alone = node.parent, node.pages, True
         assert above is not None, "a root has no slots"
-        for _ in range(_MOST_STEPS):
+        for _ in range(_MAX_STEPS):
             if above.parent is None:
                 break
             if (node.superseded or not above.superseded) and self._restorable(above):

@@ -19,12 +19,12 @@ def problems(
 
     Args:
         tree: the tree.
-        leases: every open lease, or None if the caller does not know them: pins are not checked then.
-        tier_copies: every copy in flight (`copies.TierCopy`), which pin nodes as well.
+        leases: every open lease, or None if the caller does not know them: locks are not checked then.
+        tier_copies: every copy in flight (`copies.TierCopy`), which lock nodes as well.
     """
     found: list[str] = []
     roots = [(seed.hex(), root) for seed, root in tree.roots.items()]
-    for seed, root in [*roots, *(("of another generation", root) for root in tree.retired)]:
+    for seed, root in [*roots, *(("of another epoch", root) for root in tree.detached)]:
         if root.parent is not None or root.pages or root.key:
             found.append(f"root {seed} has pages or a parent")
     for node in tree.nodes():
@@ -34,7 +34,7 @@ def problems(
     found.extend(_holders(tree))
     if leases is not None:
         tier_copies = list(tier_copies)
-        found.extend(_pins(tree, leases, tier_copies))
+        found.extend(_locks(tree, leases, tier_copies))
         found.extend(_arrivals(tree, tier_copies))
     return found
 
@@ -70,8 +70,8 @@ def _residency(tree: UnifiedRadixTree, node: Node, parent: Node) -> Iterator[str
             slots is not None and len(slots) != wanted
         ):
             yield f"{node!r} has {slots} at place {place}, residency {node.residency[place]}"
-        if node.pins[place] < 0:
-            yield f"{node!r} has {node.pins[place]} pins at place {place}"
+        if node.locks[place] < 0:
+            yield f"{node!r} has {node.locks[place]} locks at place {place}"
     if node.residency[FULL_DEVICE] == ABSENT and node.residency[FULL_HOST] == ABSENT:
         yield f"{node!r} has full pages nowhere"
     for place in (FULL_DEVICE, FULL_HOST):
@@ -130,16 +130,16 @@ def _candidates(tree: UnifiedRadixTree) -> Iterator[str]:
         yield from (f"{problem} at place {place}" for problem in queue.problems())
 
 
-def _pins(
+def _locks(
     tree: UnifiedRadixTree, leases: Iterable[PathLease], tier_copies: Iterable[TierCopy]
 ) -> Iterator[str]:
     expected: Counter[tuple[int, int]] = Counter()
-    for pins in (*(lease.pinned for lease in leases), *(tier_copy.pins for tier_copy in tier_copies)):
-        expected.update((id(node), place) for node, place in pins)
+    for locks in (*(lease.locked for lease in leases), *(tier_copy.locks for tier_copy in tier_copies)):
+        expected.update((id(node), place) for node, place in locks)
     for node in tree.nodes():
-        for place, count in enumerate(node.pins):
+        for place, count in enumerate(node.locks):
             if count != expected[id(node), place]:
-                yield f"{node!r} has {count} pins at place {place}, leases hold {expected[id(node), place]}"
+                yield f"{node!r} has {count} locks at place {place}, leases hold {expected[id(node), place]}"
 
 
 def _arrivals(tree: UnifiedRadixTree, tier_copies: Iterable[TierCopy]) -> Iterator[str]:

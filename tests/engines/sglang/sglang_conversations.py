@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sglang_servers import PAGE, Answer, Server
 
-LEAST_TOKEN, MOST_TOKEN = 3, 500
+LEAST_TOKEN, MAX_TOKEN = 3, 500
 
 
 class Turn(NamedTuple):
@@ -64,7 +64,7 @@ class Conversations:
         added: list[Turn] = []
         for turn in turns:
             for words, chance in zip(self._words, self._chances, strict=True):
-                words += [chance.randrange(LEAST_TOKEN, MOST_TOKEN) for _ in range(self.heard)]
+                words += [chance.randrange(LEAST_TOKEN, MAX_TOKEN) for _ in range(self.heard)]
             with ThreadPoolExecutor(self.at_once) as pool:
                 answers = list(pool.map(lambda words: server.ask(words, new=self.said), self._words))
             for client, answer in enumerate(answers):

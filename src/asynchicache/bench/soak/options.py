@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from asynchicache.options import MOST, CommandOptions, FiniteSeconds, Positive, about, check_folder
+from asynchicache.options import LARGEST_FLOAT, CommandOptions, FiniteSeconds, Positive, about, check_folder
 
 
 class SoakOptions(CommandOptions, frozen=True):
@@ -29,7 +29,7 @@ class SoakOptions(CommandOptions, frozen=True):
     reopen_seconds: Annotated[FiniteSeconds, about("lifetime of one cache before another replaces it")] = 30.0
     fault_seconds: Annotated[
         float,
-        Meta(ge=0, le=MOST),
+        Meta(ge=0, le=LARGEST_FLOAT),
         about("mean time between storage faults; 0: no faults, and hits are judged"),
     ] = 2.0
     stall_ms: Annotated[

@@ -11,8 +11,8 @@ from rich.markup import escape
 
 from asynchicache.bench.soak.options import SoakOptions
 from asynchicache.bench.soak.samples import (
-    MOST_DRIFT,
-    MOST_HIT_DRIFT,
+    MAX_DRIFT,
+    MAX_HIT_DRIFT,
     MemoryLevel,
     ProcessSample,
     hit_drift,
@@ -25,9 +25,9 @@ from asynchicache.bench.soak.watchdog import LoopWatchdog
 from asynchicache.bench.tables import facts
 from asynchicache.types import Tier
 
-_MOST_TOLD = 20
+_MAX_TOLD = 20
 
-MOST_GAP = 0.01
+MAX_GAP = 0.01
 """How far the hit rate may be from the model's."""
 
 
@@ -81,13 +81,13 @@ class SoakReport:
         stalls = [str(stall) for stall in watchdog.stalls]
         memory, drift = memory_level(samples), hit_drift(rates)
         violations = [*served.wrong, *problems, *stalls]
-        if memory is not None and memory.drift > MOST_DRIFT:
-            violations.append(f"memory moved by {memory.drift:.1%} of its level; {MOST_DRIFT:.0%} at most")
-        if drift is not None and drift > MOST_HIT_DRIFT:
-            violations.append(f"the hit rate moved by {drift:.3f}; {MOST_HIT_DRIFT} at most")
+        if memory is not None and memory.drift > MAX_DRIFT:
+            violations.append(f"memory moved by {memory.drift:.1%} of its level; {MAX_DRIFT:.0%} at most")
+        if drift is not None and drift > MAX_HIT_DRIFT:
+            violations.append(f"the hit rate moved by {drift:.3f}; {MAX_HIT_DRIFT} at most")
         gap = model_gap(samples)
-        if gap is not None and not options.fault_seconds and abs(gap) > MOST_GAP:
-            violations.append(f"the hit rate is {gap:+.2%} from the model's; {MOST_GAP:.0%} at most")
+        if gap is not None and not options.fault_seconds and abs(gap) > MAX_GAP:
+            violations.append(f"the hit rate is {gap:+.2%} from the model's; {MAX_GAP:.0%} at most")
         if not served.hits:
             violations.append("nothing was hit")
         return cls(
@@ -153,7 +153,7 @@ class SoakReport:
     def present(self) -> RenderableType:
         served = self.served
         table = facts(self._rows(served), f"soak: {self.storage}, {self.loop}")
-        told = [f"[red]violated:[/red] {escape(words)}" for words in self.violations[:_MOST_TOLD]]
+        told = [f"[red]violated:[/red] {escape(words)}" for words in self.violations[:_MAX_TOLD]]
         return Group(table, *told)
 
     def _share(self, tokens: int) -> float:

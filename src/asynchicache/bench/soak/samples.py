@@ -17,8 +17,8 @@ SETTLE_SECONDS = 60.0
 """Memory and hit rates are judged from here on."""
 
 _LEVEL_SECONDS = 15.0
-MOST_DRIFT = 0.05
-MOST_HIT_DRIFT = 0.05
+MAX_DRIFT = 0.05
+MAX_HIT_DRIFT = 0.05
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from asynchicache.bench.storage.limits import Peer, PlainClient, Setup
 from asynchicache.errors import ConfigError
 
 _STORE = "store"
-_MOST_VIEWS = 1000  # IOV_MAX is 1,024 on Linux
+_MAX_VIEWS = 1000  # IOV_MAX is 1,024 on Linux
 
 Io = Callable[[int, list[memoryview], int], int]
 
@@ -82,7 +82,7 @@ def neighbours(indices: Sequence[int], slots: int) -> Iterator[list[int]]:
     """Split ascending numbers into runs of adjacent ones, none of which crosses a file of `slots`."""
     run: list[int] = []
     for index in indices:
-        if run and (index != run[-1] + 1 or index % slots == 0 or len(run) == _MOST_VIEWS):
+        if run and (index != run[-1] + 1 or index % slots == 0 or len(run) == _MAX_VIEWS):
             yield run
             run = []
         run.append(index)

@@ -123,9 +123,9 @@ def _sample(file: Path) -> str:
 
 def _byte_tokenizer(model: PreTrainedModel) -> ByteTokenizer:
     vocabulary = _text_config(model).vocab_size
-    if not _BYTES <= vocabulary <= ByteTokenizer.MOST:
+    if not _BYTES <= vocabulary <= ByteTokenizer.MAX_VOCABULARY:
         raise ConfigError(
-            f"--tokenizer bytes needs a vocabulary of {_BYTES} to {ByteTokenizer.MOST}; "
+            f"--tokenizer bytes needs a vocabulary of {_BYTES} to {ByteTokenizer.MAX_VOCABULARY}; "
             f"the model's has {vocabulary}"
         )
     return ByteTokenizer(vocabulary)

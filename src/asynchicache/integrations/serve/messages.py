@@ -16,11 +16,11 @@ from msgspec import Meta
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.serve.problems import ApiError
 from asynchicache.integrations.serve.tokenizers import Conversation
-from asynchicache.planner.hints import MOST_KEEP_SECONDS, NO_HINT, CacheHint
+from asynchicache.planner.hints import MAX_KEEP_SECONDS, NO_HINT, CacheHint
 
 RequestT = TypeVar("RequestT", bound="GenerationRequest")
 
-MOST_STOPS = 16
+MAX_STOPS = 16
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 _UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
@@ -65,7 +65,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Fields that do not change the answer; accepted and ignored."""
 
-_MOST_LISTS = 1 << 16
+_MAX_LISTS = 1 << 16
 """Most lists and objects in a body; a message is one object, plus one for each of its parts."""
 
 _PLACE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
@@ -88,7 +88,7 @@ class CacheHintFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     continues: bool = False
     over: bool = False
-    keep_seconds: Annotated[float, Meta(ge=0, le=MOST_KEEP_SECONDS)] = 0.0
+    keep_seconds: Annotated[float, Meta(ge=0, le=MAX_KEEP_SECONDS)] = 0.0
     transient: bool = False
 
     def hint(self) -> CacheHint:
@@ -317,8 +317,8 @@ def decode_request(
         request = msgspec.convert(wanted, kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _unfit(error) from error
-    if len(request.stops) > MOST_STOPS or not all(request.stops):
-        raise ApiError(f"stop must be up to {MOST_STOPS} strings, none of them empty", param="stop")
+    if len(request.stops) > MAX_STOPS or not all(request.stops):
+        raise ApiError(f"stop must be up to {MAX_STOPS} strings, none of them empty", param="stop")
     return request
 
 
@@ -361,16 +361,16 @@ def _check_size(body: bytes, context: int) -> None:
 
     A string counts as one value, regardless of its content.
     """
-    most = context + _MOST_LISTS
+    most = context + _MAX_LISTS
     bare = body.replace(rb"\\", b"").replace(rb"\"", b"")  # now each quote begins or ends a string
     fits = bare.count(b'"') <= 4 * most  # at most two strings per value: its key and the value
     if fits:
         bare = b"".join(bare.split(b'"')[::2])
         lists = bare.count(b"[") + bare.count(b"{")
-        fits = lists <= _MOST_LISTS and lists + bare.count(b",") <= most
+        fits = lists <= _MAX_LISTS and lists + bare.count(b",") <= most
     if not fits:
         raise ApiError(
-            f"the body has more than {most:,} values, or {_MOST_LISTS:,} lists and objects; a request of "
+            f"the body has more than {most:,} values, or {_MAX_LISTS:,} lists and objects; a request of "
             f"{context:,} tokens, which there is room for, needs no more: shorten the prompt",
             code="context_length_exceeded",
         )

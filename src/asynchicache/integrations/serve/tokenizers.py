@@ -74,11 +74,11 @@ class ByteTokenizer:
     private-use characters: U+F0000 plus the token's id.
 
     Args:
-        vocabulary: number of token ids of the model, 256 to `MOST`.
+        vocabulary: number of token ids of the model, 256 to `MAX_VOCABULARY`.
     """
 
     _ESCAPES = 0xF0000
-    MOST = sys.maxunicode + 1 - _ESCAPES
+    MAX_VOCABULARY = sys.maxunicode + 1 - _ESCAPES
 
     def __init__(self, vocabulary: int) -> None:
         self._escaped = re.compile(f"[{chr(self._ESCAPES)}-{chr(self._ESCAPES + vocabulary - 1)}]")

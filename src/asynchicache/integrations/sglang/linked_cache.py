@@ -1,7 +1,7 @@
 """A cache below SGLang's tree and device pool, which names pages by hashes.
 
-Storage is only read in the background. A lookup answers from host memory, pins what it promises, and starts a
-read of what storage may have beyond; a later lookup finds it.
+Storage is only read in the background. A lookup answers from host memory, locks what it promises, and starts
+a read of what storage may have beyond; a later lookup finds it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Promise:
     """What a waiting request was told.
 
     Attributes:
-        request: pins the pages.
+        request: locks the pages.
         keys: of all pages that were asked about, from the first page of the prompt on.
         step: of the last lookup.
         sought: storage was asked for more.
@@ -77,7 +77,7 @@ class LinkedCache:
 
     @property
     def promises(self) -> int:
-        """Number of requests for which pages are pinned."""
+        """Number of requests for which pages are locked."""
         return len(self._promises) + len(self._claimed)
 
     def step(self, number: int) -> None:

@@ -1,7 +1,7 @@
 """Pool memory by layer, in the terms of transformers' cache layers.
 
 A `PoolMap` binds a `ModelSpec` to the tensors of its device pools. Per-token content of a cache layer maps to
-`PageMemory`, per-sequence content to `StateMemory`; a hybrid layer has both, an MLP neither.
+`LayerTensors`, per-sequence content to `StateMemory`; a hybrid layer has both, an MLP neither.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from asynchicache.errors import ConfigError, UnsupportedModelError, UsageError
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 
-PageMemory = dict[str, torch.Tensor]
+LayerTensors = dict[str, torch.Tensor]
 """One layer of a pool of pages: memory `[slots, entries, *shape]` by the field name of transformers' cache
 layer (`keys`, `values`, `indexer_keys`, `indexer_position_ids`; `compressed_kv.NAME` in a dict)."""
 
@@ -80,7 +80,7 @@ class PoolMap:
 
     def __init__(self, spec: ModelSpec, pools: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         self.spec = spec
-        self.pages: dict[str, dict[int, PageMemory]] = {}
+        self.pages: dict[str, dict[int, LayerTensors]] = {}
         self.states: dict[int, StateMemory] = {}
         self.slots: dict[str, int] = {}
         for pool in spec.pools:
@@ -136,7 +136,7 @@ def _check_tensor(pool: PoolSpec, spec: TensorSpec, page_size: int, memory: torc
         )
 
 
-def _add_pages(layers: dict[int, PageMemory], pool: PoolSpec, memory: Mapping[str, torch.Tensor]) -> None:
+def _add_pages(layers: dict[int, LayerTensors], pool: PoolSpec, memory: Mapping[str, torch.Tensor]) -> None:
     """Add views of each layer's part of the memory, one per section."""
     for spec in pool.tensors:
         fields = _PAGE_FIELDS.get(spec.name, ())

@@ -36,7 +36,7 @@ CacheLayer = DynamicLayer | LinearAttentionLayer | DummyLayer
 
 
 def held_fields(layer: DynamicLayer) -> set[str]:
-    """Return the per-token fields of a layer, named as in `layers.PageMemory`."""
+    """Return the per-token fields of a layer, named as in `layers.LayerTensors`."""
     if isinstance(layer, DeepseekV4HCACache):
         return {f"compressed_kv.{name}" for name, held in layer.compressed_kv.items() if held is not None}
     names = {"keys", "values"} if layer.is_initialized else set()

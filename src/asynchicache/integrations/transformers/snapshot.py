@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from asynchicache.errors import UnsupportedModelError, UsageError
-from asynchicache.integrations.transformers.layers import PageMemory, PoolMap, StateMemory
+from asynchicache.integrations.transformers.layers import LayerTensors, PoolMap, StateMemory
 from asynchicache.integrations.transformers.rows import (
     KINDS,
     check_states,
@@ -130,7 +130,7 @@ def write_pages(
 def _write_layer(
     layer: DynamicLayer,
     index: int,
-    memory: PageMemory,
+    memory: LayerTensors,
     slots: Sequence[int],
     start: int,
     stop: int,

@@ -46,7 +46,7 @@ class ChaosEngine:
         cache, ledger: the cache, and the record of the run.
         identity: the options that distinguish its pages from those of other caches.
         closing: the cache is being closed, so it refuses requests.
-        book: knows the bytes of each token, if prefixes may end inside a page.
+        page_tokens: knows the bytes of each token, if prefixes may end inside a page.
         suspect: wrong bytes that a forward read after a copy wrote a wrong byte; the cache must notice them.
         stream: runs the forwards.
     """
@@ -68,7 +68,7 @@ class ChaosEngine:
         self.suspect: list[str] = []
         self.stream: Stream = device.stream("compute")
         self.has_states = any(not pool.per_token for pool in cache.spec.pools)
-        self.book = oracle.book
+        self.page_tokens = oracle.page_tokens
         self._device = device
         self._oracle = oracle
         self._draws = draws
@@ -308,7 +308,7 @@ class Forwards:
         request, spec = self._request, self._engine.cache.spec
         first, last = self.done // spec.page_size, length // spec.page_size
         digests, parts = self._digests(), []
-        begun = self.done % spec.page_size if self._engine.book is not None else 0
+        begun = self.done % spec.page_size if self._engine.page_tokens is not None else 0
         for pool in spec.pools:
             if pool.per_token:
                 behind = request.first_page(pool.name)
@@ -326,7 +326,7 @@ class Forwards:
         """What identifies the states at a length."""
         if length % self._engine.cache.spec.page_size == 0:
             return self._digests()[length // self._engine.cache.spec.page_size - 1]
-        return _GARBAGE if self._engine.book is None else self._ends(length)[-1]
+        return _GARBAGE if self._engine.page_tokens is None else self._ends(length)[-1]
 
     def _ends(self, length: int) -> list[bytes]:
         return page_digests(self._request.tokens[:length], 1, self._seed)
@@ -335,16 +335,16 @@ class Forwards:
         """The page that a length ends inside, with the tokens from number `first` in it."""
         spec, request = self._engine.cache.spec, self._request
         whole, rest = divmod(length, spec.page_size)
-        if self._engine.book is None or not rest:
+        if self._engine.page_tokens is None or not rest:
             return []
-        self._engine.book.note(request.tokens[:length], self._seed)
+        self._engine.page_tokens.note(request.tokens[:length], self._seed)
         end = self._ends(length)[-1:]
         pools = [pool.name for pool in spec.pools if pool.per_token and pool.coverage.pages is None]
         return [PoolSlots(name, request.pages(name)[whole : whole + 1], end, first, rest) for name in pools]
 
     def _digests(self) -> list[bytes]:
-        if self._engine.book is not None:
-            self._engine.book.note(self._request.tokens, self._seed)
+        if self._engine.page_tokens is not None:
+            self._engine.page_tokens.note(self._request.tokens, self._seed)
         return page_digests(self._request.tokens, self._engine.cache.spec.page_size, self._seed)
 
     def _compute(self, length: int) -> None:

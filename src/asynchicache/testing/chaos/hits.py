@@ -25,7 +25,7 @@ from asynchicache.testing.chaos.costs import CostOracle
 from asynchicache.testing.chaos.faults import FaultDraws
 from asynchicache.testing.chaos.ledger import Ledger
 from asynchicache.testing.chaos.presence import (
-    Pages,
+    PageFlags,
     in_memory,
     is_held,
     longest,
@@ -84,8 +84,8 @@ class HitCase:
     seed: bytes
     limit: int
     digests: dict[bytes, int] = field(default_factory=dict)
-    memory: Pages = field(default_factory=list)
-    stored: Pages = field(default_factory=list)
+    memory: PageFlags = field(default_factory=list)
+    stored: PageFlags = field(default_factory=list)
     furthest: int = 0
     allowed: set[MissReason] = field(default_factory=set)
     refused: bool = False
@@ -186,7 +186,7 @@ class HitOracle:
         if got > there or (now and got < there):
             self._violated(f"hit: {got} tokens matched, and {there} of {len(case.tokens)} are in memory")
 
-    def _seen(self, case: HitCase, full: bytearray, pages: Pages) -> int:
+    def _seen(self, case: HitCase, full: bytearray, pages: PageFlags) -> int:
         """Longest possible prefix of the available pages. What shortens it becomes an allowed reason."""
         there, reach = longest(self._coverages, pages), _run(full)
         case.held_back |= reach > there
@@ -244,7 +244,7 @@ class HitOracle:
         """Whether the cache has memory to prefetch into."""
         return self._state.free[FULL_HOST].capacity > 0
 
-    def _in_storage(self, digests: Sequence[bytes]) -> Pages:
+    def _in_storage(self, digests: Sequence[bytes]) -> PageFlags:
         """The stored pages of pools that have memory to prefetch into."""
         component_ids = range(self._tree.width)
         found = nothing(len(component_ids), len(digests))

@@ -113,5 +113,5 @@ class CacheInternals:
         return [
             ("requests", list(books.requests)),
             ("copies in flight", books.tier_copies),
-            ("lists of pins", books.pinned),
+            ("lists of locks", books.locked),
         ]

@@ -23,7 +23,7 @@ from asynchicache.testing.chaos.script import ChaosClient, ClientTurn, Life, Mod
 from asynchicache.testing.chaos.steady import SteadyTraffic
 from asynchicache.testing.chaos.storage import ChaosStorage
 from asynchicache.testing.chaos.store import ChaosStore
-from asynchicache.testing.oracle import ByteOracle, HostOracle, PageBook
+from asynchicache.testing.oracle import ByteOracle, HostOracle, PageTokens
 from asynchicache.testing.paged import PagedMemory
 from asynchicache.testing.seeded import SeededWorld
 
@@ -84,9 +84,16 @@ async def run_lives(world: SeededWorld, script: Script, ledger: Ledger) -> None:
     store = ChaosStore(script.capacity)
     promises = DurabilityOracle(store, ledger)
     recency = RecencyOracle(store, ledger) if script.capacity is not None else None
-    book = PageBook(script.model.page_size) if script.tails else None
+    page_tokens = PageTokens(script.model.page_size) if script.tails else None
     begin = partial(
-        _LifeRun, world, script, promises=promises, recency=recency, store=store, ledger=ledger, book=book
+        _LifeRun,
+        world,
+        script,
+        promises=promises,
+        recency=recency,
+        store=store,
+        ledger=ledger,
+        page_tokens=page_tokens,
     )
     if script.together:
         async with asyncio.TaskGroup() as group:
@@ -112,17 +119,17 @@ class _LifeRun:
         recency: RecencyOracle | None,
         store: ChaosStore,
         ledger: Ledger,
-        book: PageBook | None,
+        page_tokens: PageTokens | None,
     ) -> None:
         self._world = world
-        self._book = book
+        self._page_tokens = page_tokens
         self._life = life
         self._spec = script.model.spec()
         self._identity = page_identity(life, script.model)
         self._ledger = ledger
         self._draws = FaultDraws(world.random, ledger.faults)
         self._device = ChaosDevice(world.loop, world.loop.random, life.device, self._draws)
-        host = HostOracle(self._spec, life.layout, self._identity, book)
+        host = HostOracle(self._spec, life.layout, self._identity, page_tokens)
         self._storage = ChaosStorage(store, life.storage, host, self._draws, ledger, life_limits(life))
         self._recency = recency
         self._paged: PagedMemory | None = None
@@ -141,7 +148,7 @@ class _LifeRun:
             inside = CacheInternals(cache)
             paged = self._paged
             oracle = (
-                ByteOracle(self._spec, cache.device_tensor, self._identity, self._book)
+                ByteOracle(self._spec, cache.device_tensor, self._identity, self._page_tokens)
                 if paged is None
                 else paged.oracle
             )
@@ -201,7 +208,7 @@ class _LifeRun:
 
     def _open(self) -> AbstractAsyncContextManager[HybridCache]:
         storage = self._storage.backend if self._life.weights is not None else None
-        config = life_config(self._life, tails=self._book is not None)
+        config = life_config(self._life, tails=self._page_tokens is not None)
         if self._life.hashing:
             self._world.port.worker_seconds["asynchicache-audit"] = self._life.hashing
         self._paged = None

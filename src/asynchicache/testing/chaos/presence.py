@@ -23,15 +23,15 @@ from asynchicache.tree.node import (
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.types import Coverage, Tier
 
-Pages: TypeAlias = list[bytearray]
+PageFlags: TypeAlias = list[bytearray]
 """By component, one byte a page: 1 if the page, or the state behind it, is there."""
 
 
-def nothing(components: int, pages: int) -> Pages:
+def nothing(components: int, pages: int) -> PageFlags:
     return [bytearray(pages) for _ in range(components)]
 
 
-def longest(coverages: Sequence[Coverage], there: Pages) -> int:
+def longest(coverages: Sequence[Coverage], there: PageFlags) -> int:
     """The longest prefix, in pages, that all components cover. The first component needs every page."""
     full = there[FULL].find(0)
     end = len(there[FULL]) if full < 0 else full
@@ -45,7 +45,7 @@ def _covers(coverage: Coverage, there: bytearray, end: int) -> bool:
     return there.find(0, first, end) < 0
 
 
-def in_memory(tree: UnifiedRadixTree, tokens: array[int], seed: bytes, pages: int) -> Pages:
+def in_memory(tree: UnifiedRadixTree, tokens: array[int], seed: bytes, pages: int) -> PageFlags:
     """Which of a sequence's first `pages` pages the tree holds."""
     found = nothing(tree.width, pages)
     for node, first, count in _along(tree, memoryview(tokens).cast("B"), seed, pages):
@@ -137,7 +137,7 @@ def reclaimable(tree: UnifiedRadixTree, place: SlotPlace) -> int:
 
 
 def _is_free(node: Node, place: SlotPlace) -> bool:
-    return node.residency[place] == RESIDENT and not node.pins[place]
+    return node.residency[place] == RESIDENT and not node.locks[place]
 
 
 def _stands_alone(node: Node, place: SlotPlace, going: set[int]) -> bool:

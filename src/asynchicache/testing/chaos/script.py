@@ -11,7 +11,7 @@ import msgspec
 
 from asynchicache.errors import ConfigError
 from asynchicache.layouts import HostLayout
-from asynchicache.planner.hints import MOST_KEEP_SECONDS, NO_HINT, CacheHint
+from asynchicache.planner.hints import MAX_KEEP_SECONDS, NO_HINT, CacheHint
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.transfer.engine import GROUP_BYTES
 from asynchicache.types import PrefetchPolicy, WritePolicy, trailing_pages
@@ -91,7 +91,7 @@ HINTS = {
     "": NO_HINT,
     "continues": CacheHint(continues=True),
     "over": CacheHint(over=True),
-    "keep": CacheHint(keep_seconds=MOST_KEEP_SECONDS),
+    "keep": CacheHint(keep_seconds=MAX_KEEP_SECONDS),
     "transient": CacheHint(transient=True),
 }
 """Hints of requests, by the names that scripts have for them."""

@@ -32,8 +32,8 @@ Place: TypeAlias = tuple[int, ...]
 Stage: TypeAlias = Callable[[Script], Iterator[Script]]
 """Simpler scripts, those that leave most out first."""
 
-MOST_RUNS = 1000
-MOST_SECONDS = 60.0
+MAX_RUNS = 1000
+MAX_SECONDS = 60.0
 """Processor time; a run that never ends takes seconds."""
 _NEEDED = {"prompt", "sizes", "clients", "page_size"}  # fields without a default that could replace them
 SEEDS = 4
@@ -48,12 +48,12 @@ class Shrinker:
     """
 
     def __init__(
-        self, run: Callable[[Script], ScriptReport] = run_script, *, most_runs: int = MOST_RUNS
+        self, run: Callable[[Script], ScriptReport] = run_script, *, most_runs: int = MAX_RUNS
     ) -> None:
         self.runs = 0
         self._run = run
         self._most = most_runs
-        self._end = time.process_time() + MOST_SECONDS
+        self._end = time.process_time() + MAX_SECONDS
 
     def shrink(self, script: Script, report: ScriptReport) -> tuple[Script, ScriptReport]:
         """Return the smallest script found and its report; `report` is that of `script`."""

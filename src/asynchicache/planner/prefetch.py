@@ -1,7 +1,8 @@
 """Plans reads from storage: what to ask for, what to read, and what to insert. Pure.
 
-A read has three steps with storage calls between them: `ask`, `choose`, `deliver`. Host slots are allocated
-only for pages that storage has. A failure loses the failed pages and those after them, never earlier ones.
+A read has three steps with storage calls between them: `make_query`, `choose`, `deliver`. Host slots are
+allocated only for pages that storage has. A failure loses the failed pages and those after them, never
+earlier ones.
 
 Reads of several requests run concurrently, and no page is read twice at once: a read leaves out pages that
 other reads are bringing, and is committed after those reads. A read depends only on reads that began before
@@ -21,7 +22,7 @@ from asynchicache.planner.actions import Copy
 from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.state import CacheState
 from asynchicache.storage import hits
-from asynchicache.tree.components import Component, prefix_pins
+from asynchicache.tree.components import Component, prefix_locks
 from asynchicache.tree.copies import missing_on_host
 from asynchicache.tree.node import (
     ABSENT,
@@ -29,8 +30,8 @@ from asynchicache.tree.node import (
     FULL_DEVICE,
     FULL_HOST,
     SAVING,
+    Locks,
     Node,
-    Pins,
     SlotPlace,
     place_of,
 )
@@ -48,15 +49,15 @@ class StorageQuery:
     Attributes:
         tokens, seed: the sequence and its namespace digest.
         pages: the most pages that could be restored.
-        base: pages that are restorable without storage.
-        here: full pages in memory.
+        matched_pages: pages that are restorable without storage.
+        memory_pages: full pages in memory.
         tip: the node that contains the last of them.
         version: the tree's version when the query was made.
         digests: the digests of all `pages`.
-        local: by component except the full one, a byte per page before `here`: 1 if the page, or the state
-            after it, is in memory.
-        pins: kept until the read is committed.
-        generation: the tree's generation when the query was made: pages of another one are not inserted.
+        resident: by component except the full one, a byte per page before `memory_pages`: 1 if the page,
+            or the state after it, is in memory.
+        locks: kept until the read is committed.
+        epoch: the tree's epoch when the query was made: pages of another one are not inserted.
         forgotten: `BackupPlanner.forgotten` when the query was made. If it has changed since, pages that
             arrive are not marked stored.
     """
@@ -64,15 +65,15 @@ class StorageQuery:
     tokens: array[int]
     seed: bytes
     pages: int
-    base: int
-    here: int
+    matched_pages: int
+    memory_pages: int
     tip: Node
     version: int
     digests: list[bytes]
-    local: dict[int, bytearray]
-    pins: Pins
+    resident: dict[int, bytearray]
+    locks: Locks
     forgotten: int
-    generation: int
+    epoch: int
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +108,7 @@ class StorageRead:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadChoice:
+class ReadPlan:
     """What to read, or why there is nothing to read.
 
     Attributes:
@@ -151,10 +152,10 @@ _REASONS = (
     (Outcome.REJECTED, MissReason.STORAGE_FAILED),
     (Outcome.MISS, MissReason.COLD),
 )
-"""The reason reported for an incomplete read: the first outcome here that any page had."""
+"""The reason reported for an incomplete read: the first outcome memory_pages that any page had."""
 
 
-class FetchPlanner:
+class PrefetchPlanner:
     """Plans reads from storage."""
 
     def __init__(self, state: CacheState, writer: BackupPlanner) -> None:
@@ -183,7 +184,7 @@ class FetchPlanner:
         pages = self._max_restorable_pages(tokens)
         return pages - self._tree.match(tokens, seed, limit=pages).pages if self.can_read(FULL) else 0
 
-    def saving(self, tokens: array[int], seed: bytes) -> bool:
+    def backup_in_flight(self, tokens: array[int], seed: bytes) -> bool:
         """Whether pages that a longer match needs are on their way from an engine's pages to the host."""
         if not self._tree.host_only:
             return False
@@ -197,13 +198,15 @@ class FetchPlanner:
             SAVING in node.residency for node in (*_path(tip), *([ahead] if ahead is not None else []))
         )
 
-    def ask(self, tokens: array[int], seed: bytes, digests: list[bytes] | None = None) -> StorageQuery | None:
+    def make_query(
+        self, tokens: array[int], seed: bytes, digests: list[bytes] | None = None
+    ) -> StorageQuery | None:
         """Make the query for what lies beyond memory; None if storage cannot add anything.
 
         Args:
             tokens: the sequence.
             seed: the digest of its namespace.
-            digests: of all pages that could be restored. Default: computed here.
+            digests: of all pages that could be restored. Default: computed memory_pages.
         """
         pages, size = (
             self._max_restorable_pages(tokens) if digests is None else len(digests),
@@ -212,33 +215,33 @@ class FetchPlanner:
         match = self._tree.match(tokens, seed, limit=pages)
         if match.pages >= pages or not self.can_read(FULL):
             return None
-        tip, here = self._tip(tokens, match.node, match.full_pages), match.full_pages
+        tip, memory_pages = self._tip(tokens, match.node, match.full_pages), match.full_pages
         if digests is None:
-            known = _known_digests(tip)[:here]
+            known = _known_digests(tip)[:memory_pages]
             rest = tokens[len(known) * size : pages * size]
             digests = known + page_digests(rest, size, known[-1] if known else seed)
         kept = self._ends(tip)
         for component in self._tree.windows:
-            kept += prefix_pins(
+            kept += prefix_locks(
                 component, tip
             )  # the read completes these windows, so its slots must not come from them
-        _give_digests(tip, digests, here)
-        local = self._resident_flags(tip, here)
+        _give_digests(tip, digests, memory_pages)
+        resident = self._resident_flags(tip, memory_pages)
         query = StorageQuery(
             tokens,
             seed,
             pages,
             match.pages,
-            here,
+            memory_pages,
             tip,
             match.version,
             digests,
-            local,
+            resident,
             kept,
             self._backups.forgotten,
-            self._tree.generation,
+            self._tree.epoch,
         )
-        self._state.pin(query.pins)
+        self._state.lock(query.locks)
         return query
 
     def _tip(self, tokens: array[int], node: Node, full_pages: int) -> Node:
@@ -249,19 +252,21 @@ class FetchPlanner:
             node = child
         return node
 
-    def _resident_flags(self, tip: Node, here: int) -> dict[int, bytearray]:
-        """By component, a byte per page before `here`: 1 if the path to `tip` has it in memory."""
-        local = {component.id: bytearray(max(here, tip.end)) for component in self._tree.components}
-        for node in _path(tip) if local else ():
+    def _resident_flags(self, tip: Node, memory_pages: int) -> dict[int, bytearray]:
+        """By component, a byte per page before `memory_pages`: 1 if the path to `tip` has it in memory."""
+        resident = {
+            component.id: bytearray(max(memory_pages, tip.end)) for component in self._tree.components
+        }
+        for node in _path(tip) if resident else ():
             for component in self._tree.components:
                 if component.nearest(node) is not None:
                     count = node.pages if component.paged else 1
-                    local[component.id][node.end - count : node.end] = b"\1" * count
-        return {component_id: flags[:here] for component_id, flags in local.items()}
+                    resident[component.id][node.end - count : node.end] = b"\1" * count
+        return {component_id: flags[:memory_pages] for component_id, flags in resident.items()}
 
     @staticmethod
-    def _ends(tip: Node) -> Pins:
-        """Pins that keep every full page of the path to `tip` where it is."""
+    def _ends(tip: Node) -> Locks:
+        """Locks that keep every full page of the path to `tip` where it is."""
         if tip.parent is None:
             return []
         if tip.residency[FULL_DEVICE] != ABSENT:
@@ -269,24 +274,24 @@ class FetchPlanner:
         above = device_end(tip)
         return [(tip, FULL_HOST)] + ([(above, FULL_DEVICE)] if above.parent is not None else [])
 
-    def offer(self, query: StorageQuery, reach: int) -> tuple[int, int]:
+    def estimate(self, query: StorageQuery, reach: int) -> tuple[int, int]:
         """What a read would add if full pages reach to `reach`: pages, and bytes with states and windows.
 
         No bytes if other reads are bringing a part of it anyway.
         """
-        pages = max(reach - query.base, 0)
+        pages = max(reach - query.matched_pages, 0)
         if not pages or self._others(query):
             return pages, 0
         free = self._state.free
-        nbytes = max(reach - query.here, 0) * free[FULL_HOST].slot_bytes
+        nbytes = max(reach - query.memory_pages, 0) * free[FULL_HOST].slot_bytes
         for component in self._tree.components:
             count = min(self._state.spec.owners[component.id].coverage.pages or pages, pages)
             nbytes += count * free[place_of(component.id, Tier.HOST)].slot_bytes
         return pages, nbytes
 
     def release(self, query: StorageQuery) -> None:
-        """Release the pins of a query that gets no `deliver`, which releases them itself."""
-        self._state.unpin(query.pins)
+        """Release the locks of a query that gets no `deliver`, which releases them itself."""
+        self._state.unlock(query.locks)
 
     def last_stored_node(self, query: StorageQuery) -> Node | None:
         """The node of the last page in memory, if it is marked stored and not being written.
@@ -299,15 +304,15 @@ class FetchPlanner:
         return node
 
     def first_page(self, query: StorageQuery, component_id: int) -> int:
-        """The first page of a component that any prefix longer than `query.base` may need."""
+        """The first page of a component that any prefix longer than `query.matched_pages` may need."""
         pages = self._state.spec.owners[component_id].coverage.pages or 0
-        return max(query.base + 1 - pages, 0)
+        return max(query.matched_pages + 1 - pages, 0)
 
     # What to read
 
     def choose(
         self, query: StorageQuery, present: Mapping[int, bytes], *, join: bool = True, computed: int = 0
-    ) -> ReadChoice:
+    ) -> ReadPlan:
         """Choose the longest prefix that storage and memory restore together, and allocate its host slots.
 
         Args:
@@ -318,29 +323,29 @@ class FetchPlanner:
             computed: pages that the request computes itself; the read is held until then. 0: none.
         """
         others = self._others(query) if join and not computed else []
-        coming = self._in_flight_flags(query, others)
-        coming[FULL][query.here : computed] = b"\1" * max(computed - query.here, 0)
+        in_flight = self._in_flight_flags(query, others)
+        in_flight[FULL][query.memory_pages : computed] = b"\1" * max(computed - query.memory_pages, 0)
         sets = []
         for component_id in range(self._tree.width):
             there = _either(
                 query.pages,
                 present.get(component_id, b""),
-                coming[component_id],
+                in_flight[component_id],
                 self._present_flags(query, component_id),
             )
             sets.append(self._restorable(component_id, there, query.pages))
         lengths = hits.intersect(sets)
         full, limit = hits.longest(sets[FULL]), self._limit(sets)
-        if hits.longest(lengths) <= query.base:
-            return ReadChoice(None, self._miss_reason(full, limit, query), [], full, limit)
-        stands, backups = self._ensure_ancestors_on_host(query)
-        while stands and (target := hits.longest(lengths)) > max(query.base, computed):
-            room = self._take_slots(query, target, others, coming)
-            if isinstance(room, StorageRead):
-                room.held = computed > 0
-                return ReadChoice(room, MissReason.NONE, backups, full, limit)
-            lengths = hits.clamp(lengths, room)
-        return ReadChoice(None, MissReason.HOST_CAPACITY, backups, full, limit)
+        if hits.longest(lengths) <= query.matched_pages:
+            return ReadPlan(None, self._miss_reason(full, limit, query), [], full, limit)
+        on_host, backups = self._ensure_ancestors_on_host(query)
+        while on_host and (target := hits.longest(lengths)) > max(query.matched_pages, computed):
+            read_or_limit = self._take_slots(query, target, others, in_flight)
+            if isinstance(read_or_limit, StorageRead):
+                read_or_limit.held = computed > 0
+                return ReadPlan(read_or_limit, MissReason.NONE, backups, full, limit)
+            lengths = hits.clamp(lengths, read_or_limit)
+        return ReadPlan(None, MissReason.HOST_CAPACITY, backups, full, limit)
 
     def _others(self, query: StorageQuery) -> list[tuple[StorageRead, int]]:
         """Reads in flight that share a prefix with the query, and the number of pages shared. Held ones are
@@ -353,19 +358,19 @@ class FetchPlanner:
         self, query: StorageQuery, others: Sequence[tuple[StorageRead, int]]
     ) -> dict[int, bytearray]:
         """By component, a byte per page of the query: 1 if another read is bringing it."""
-        coming = {component_id: bytearray(query.pages) for component_id in range(self._tree.width)}
+        in_flight = {component_id: bytearray(query.pages) for component_id in range(self._tree.width)}
         for read, shared in others:
             for component_id, pages in read.pages.items():
                 for first, last in _spans(pages):
                     end = min(last + 1, shared, query.pages)
                     if first < end:
-                        coming[component_id][first:end] = b"\1" * (end - first)
-        return coming
+                        in_flight[component_id][first:end] = b"\1" * (end - first)
+        return in_flight
 
     @staticmethod
     def _present_flags(query: StorageQuery, component_id: int) -> bytes | bytearray:
         """A byte per page that the query's path has in memory: 1 if the component has it there."""
-        return b"\1" * query.here if component_id == FULL else query.local[component_id]
+        return b"\1" * query.memory_pages if component_id == FULL else query.resident[component_id]
 
     def _restorable(self, component_id: int, there: bytes | bytearray, pages: int) -> int:
         coverage = ALL_PAGES if component_id == FULL else self._state.spec.owners[component_id].coverage
@@ -383,20 +388,20 @@ class FetchPlanner:
 
     def _miss_reason(self, full: int, limit: int | None, query: StorageQuery) -> MissReason:
         """Why a read would gain nothing, though storage may have pages."""
-        if full <= query.base or limit is None:
+        if full <= query.matched_pages or limit is None:
             return MissReason.COLD
         paged = {component.id: component.paged for component in self._tree.components}
         return MissReason.WINDOW if paged[limit] else MissReason.STATE
 
     def _ensure_ancestors_on_host(self, query: StorageQuery) -> tuple[bool, list[Copy]]:
-        """Back up and pin the path before the read: its pages need their ancestors on the host.
+        """Back up and lock the path before the read: its pages need their ancestors on the host.
 
         Returns:
             Whether the path is (or will be) on the host, and the copies for that.
         """
-        if not query.pins:
+        if not query.locks:
             return True, []
-        return self._keep_on_host(query, query.pins[0][0])
+        return self._keep_on_host(query, query.locks[0][0])
 
     def _keep_on_host(self, query: StorageQuery, tip: Node) -> tuple[bool, list[Copy]]:
         if tip.parent is None:
@@ -404,7 +409,7 @@ class FetchPlanner:
         backups = self._backups.backup(tip) if missing_on_host(self._tree, tip) else []
         if tip.residency[FULL_HOST] == ABSENT:
             return False, backups
-        self._tree.pin_for(query.pins, tip, FULL_HOST)
+        self._tree.lock_for(query.locks, tip, FULL_HOST)
         return True, backups
 
     def _take_slots(
@@ -412,10 +417,10 @@ class FetchPlanner:
         query: StorageQuery,
         target: int,
         others: Sequence[tuple[StorageRead, int]],
-        coming: Mapping[int, bytearray],
+        in_flight: Mapping[int, bytearray],
     ) -> StorageRead | int:
-        """Allocate host slots for a read up to `target`; or return the longest prefix that has room."""
-        read = StorageRead(query, target, self._missing(query, target, coming))
+        """Allocate host slots for a read up to `target`; or return the longest prefix that fits."""
+        read = StorageRead(query, target, self._missing(query, target, in_flight))
         full = read.pages.get(FULL, [])
         if not self._state.make_room(FULL_HOST, len(full)):
             return full[min(self._state.free[FULL_HOST].available, len(full) - 1)]
@@ -426,30 +431,30 @@ class FetchPlanner:
             read.slots[component_id] = self._state.free[place_of(component_id, Tier.HOST)].allocate(
                 len(pages)
             )
-        read.needs = [other for other, shared in others if self._brings(other, min(shared, target))]
+        read.needs = [other for other, shared in others if self._reads_any(other, min(shared, target))]
         read.joined = bool(read.needs)
         self._reads.add(read)
         self._in_flight.append(read)
         return read
 
     @staticmethod
-    def _brings(other: StorageRead, shared: int) -> bool:
+    def _reads_any(other: StorageRead, shared: int) -> bool:
         """Whether a read is bringing one of the first `shared` pages."""
         return any(pages and pages[0] < shared for pages in other.pages.values())
 
     def _missing(
-        self, query: StorageQuery, target: int, coming: Mapping[int, bytearray]
+        self, query: StorageQuery, target: int, in_flight: Mapping[int, bytearray]
     ) -> dict[int, list[int]]:
         """By component, the pages that a prefix of `target` pages needs and that are neither in memory nor
         being read."""
-        wanted = {FULL: _zeros(coming[FULL], query.here, target)}
+        wanted = {FULL: _zeros(in_flight[FULL], query.memory_pages, target)}
         for component in self._tree.components:
             first = max(target - (self._state.spec.owners[component.id].coverage.pages or target), 0)
-            there = _either(query.pages, coming[component.id], query.local[component.id])
+            there = _either(query.pages, in_flight[component.id], query.resident[component.id])
             wanted[component.id] = _zeros(there, first, target)
         return {component_id: pages for component_id, pages in wanted.items() if pages}
 
-    # What came
+    # What arrived
 
     def deliver(self, read: StorageRead, outcomes: Outcomes) -> list[ReadResult]:
         """Take storage's answer for all pages of a read, and commit every read that is now ready.
@@ -473,24 +478,24 @@ class FetchPlanner:
         return self._commit_ready()
 
     def _commit_ready(self) -> list[ReadResult]:
-        gained = []
+        results = []
         for other in list(self._in_flight):  # a read comes after those that it needs, so one pass is enough
             if other.outcomes is not None and not (other.needs or other.held):
-                gained.append(self._commit(other, other.outcomes))
+                results.append(self._commit(other, other.outcomes))
                 self._in_flight.remove(other)
                 self._committed(other)
-        return gained
+        return results
 
     def _committed(self, read: StorageRead) -> None:
-        """A read was committed: pin its pages for every read in flight that depends on it, so they are not
+        """A read was committed: lock its pages for every read in flight that depends on it, so they are not
         evicted before that read commits."""
         for other in self._in_flight:
             if read in other.needs:
                 other.needs.remove(read)
-                self._pin_dependencies(other)
+                self._lock_dependencies(other)
 
-    def _pin_dependencies(self, read: StorageRead) -> None:
-        """Pin all that is in memory now of what the prefix of `read` needs."""
+    def _lock_dependencies(self, read: StorageRead) -> None:
+        """Lock all that is in memory now of what the prefix of `read` needs."""
         query = read.query
         match = self._tree.match(query.tokens, query.seed, limit=read.target)
         tip = self._tip(query.tokens, match.node, match.full_pages)
@@ -506,18 +511,23 @@ class FetchPlanner:
                     kept += [(node, place_of(component.id, tier)), (node, place_of(FULL, tier))]
                 node = node.parent
         for node, place in kept:
-            self._tree.pin_for(query.pins, node, place)
+            self._tree.lock_for(query.locks, node, place)
 
     def _commit(self, read: StorageRead, outcomes: Outcomes) -> ReadResult:
         """Insert what arrived into the tree, up to the longest prefix that is restorable now."""
         query = read.query
-        tip, here, base, local = query.tip, query.here, query.base, query.local
+        tip, memory_pages, matched_pages, resident = (
+            query.tip,
+            query.memory_pages,
+            query.matched_pages,
+            query.resident,
+        )
         if query.version != self._tree.version:
             match = self._tree.match(query.tokens, query.seed, limit=query.pages)
-            tip, here = self._tip(query.tokens, match.node, match.full_pages), match.full_pages
-            base, local = match.pages, self._resident_flags(tip, here)
-        gained, late = base, _late(read, outcomes)
-        pages = hits.longest(self._restorable_lengths(read, outcomes, here, local))
+            tip, memory_pages = self._tip(query.tokens, match.node, match.full_pages), match.full_pages
+            matched_pages, resident = match.pages, self._resident_flags(tip, memory_pages)
+        restorable, late = matched_pages, _late(read, outcomes)
+        pages = hits.longest(self._restorable_lengths(read, outcomes, memory_pages, resident))
         full = max(pages, self._wanted(read))
         # Lists, not sets: they compare identities in C, and an Enum's hash is Python code.
         hit = sum(results.count(Outcome.HIT) for results in outcomes.values())
@@ -525,17 +535,17 @@ class FetchPlanner:
         if hit < sum(map(len, outcomes.values())):
             reason = next(why for one, why in _REASONS if any(one in some for some in outcomes.values()))
         backups: list[Copy] = []
-        if full > base and query.generation == self._tree.generation:
-            stands, backups = self._keep_on_host(query, tip) if here < full else (True, [])
-            end = self._insert(read, here, full, outcomes) if stands else None
+        if full > matched_pages and query.epoch == self._tree.epoch:
+            on_host, backups = self._keep_on_host(query, tip) if memory_pages < full else (True, [])
+            end = self._insert(read, memory_pages, full, outcomes) if on_host else None
             if end is not None:
                 self._insert_others(read, end, pages, outcomes)
-                gained = max(pages, gained)
+                restorable = max(pages, restorable)
             else:
                 reason = MissReason.HOST_CAPACITY if reason is MissReason.NONE else reason
         self._release(read, late)
         self.release(query)
-        return ReadResult(read, gained, hit, reason, backups)
+        return ReadResult(read, restorable, hit, reason, backups)
 
     def _wanted(self, read: StorageRead) -> int:
         """The most pages of `read` that other reads depend on; these may need no state there."""
@@ -549,14 +559,14 @@ class FetchPlanner:
         )
 
     def _restorable_lengths(
-        self, read: StorageRead, outcomes: Outcomes, here: int, local: Mapping[int, bytearray]
+        self, read: StorageRead, outcomes: Outcomes, memory_pages: int, resident: Mapping[int, bytearray]
     ) -> int:
         """The prefix lengths that are restorable from what arrived and what is in memory, as a bit set."""
         query, sets = read.query, []
         for component_id in range(self._tree.width):
-            there = b"\1" * here if component_id == FULL else local[component_id]
-            came = self._hit_flags(read, component_id, outcomes)
-            sets.append(self._restorable(component_id, _either(query.pages, there, came), query.pages))
+            there = b"\1" * memory_pages if component_id == FULL else resident[component_id]
+            arrived = self._hit_flags(read, component_id, outcomes)
+            sets.append(self._restorable(component_id, _either(query.pages, there, arrived), query.pages))
         return hits.intersect(sets)
 
     @staticmethod
@@ -569,14 +579,15 @@ class FetchPlanner:
             flags[first : last + 1] = b"\1" * (last + 1 - first)
         return flags
 
-    def _insert(self, read: StorageRead, here: int, pages: int, outcomes: Outcomes) -> Node | None:
-        """Insert full pages after the first `here`, up to `pages` or the first that did not arrive.
+    def _insert(self, read: StorageRead, memory_pages: int, pages: int, outcomes: Outcomes) -> Node | None:
+        """Insert full pages after the first `memory_pages`, up to `pages` or the first that did not arrive.
 
         Returns:
-            The node at their end; None if the path to `here` is not on the host, after a device failure.
+            The node at their end; None if the path to `memory_pages` is not on the host, after a device
+            failure.
         """
         query, numbers = read.query, read.pages.get(FULL, [])
-        node = self._tree.reach(query.tokens, query.seed, min(here, pages))
+        node = self._tree.reach(query.tokens, query.seed, min(memory_pages, pages))
         if node is None or node.residency[FULL_HOST] == ABSENT:
             return None
         first = bisect_left(numbers, node.end)
