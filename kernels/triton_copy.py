@@ -20,7 +20,7 @@ PROGRAMS = 32
 holds at a latency of several microseconds, on a quarter of a large GPU's processors."""
 
 BLOCK_BYTES = 16 << 10
-MOST_WORDS = 2**31 - BLOCK_BYTES
+MAX_WORDS = 2**31 - BLOCK_BYTES
 """Of an item: the kernel counts them in 32 bits, and its last block may reach beyond."""
 
 _COLUMNS = 8  # of the table: host and device address, slot strides, unit strides, units, words
@@ -101,8 +101,8 @@ class TritonKernels:
         self._items = items
         self._device = items.device[0].device
         self._words = [tensor.shape[2] * tensor.shape[3] for tensor in items.host]
-        if max(self._words) > MOST_WORDS:
-            raise DeviceError(f"an item of {max(self._words)} words; the kernel counts {MOST_WORDS} at most")
+        if max(self._words) > MAX_WORDS:
+            raise DeviceError(f"an item of {max(self._words)} words; the kernel counts {MAX_WORDS} at most")
         table = [_entry(items, row, pointers) for row in items.rows]
         self._table = torch.tensor(table, dtype=torch.int64).to(self._device)
 
