@@ -10,7 +10,7 @@ from msgspec import Meta
 from asynchicache.errors import ConfigError
 from asynchicache.options import Options, did_you_mean, shown
 
-Namespace: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
+NamespaceName: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
 """Prefix of every key of a backend."""
 
 

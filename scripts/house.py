@@ -125,16 +125,28 @@ def _reached(start: str, imports: Imports) -> set[str]:
 
 
 def shared_names(modules: Mapping[str, ast.Module]) -> dict[str, list[str]]:
-    """Names that several classes have, and the modules of those; `_Batch` and `Batch` are one name.
+    """Names that several classes or aliases of types have, and the modules of those; `_Batch` and `Batch` are
+    one name.
 
     Classes inside functions do not count.
     """
     homes: dict[str, list[str]] = defaultdict(list)
     for module, tree in modules.items():
         for node in _module_level(tree):
-            if isinstance(node, ast.ClassDef):
-                homes[node.name.lstrip("_")].append(module)
+            name = node.name if isinstance(node, ast.ClassDef) else _alias(node)
+            if name:
+                homes[name.lstrip("_")].append(module)
     return {name: homes[name] for name in sorted(homes) if len(homes[name]) > 1}
+
+
+def _alias(node: ast.AST) -> str:
+    """The name that a statement gives to a type, such as `Advance = Callable[[int], None]`; else empty."""
+    match node:
+        case ast.AnnAssign(target=ast.Name(name), annotation=ast.Name("TypeAlias")):
+            return name
+        case ast.Assign(targets=[ast.Name(name)], value=ast.Subscript()) if not name.isupper():
+            return name if name.lstrip("_")[:1].isupper() else ""
+    return ""
 
 
 def arrows_in(room: str, imports: Imports) -> tuple[int, int]:

@@ -25,7 +25,7 @@ _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW  # a link may lead to a file outside the store
 
-Io = Callable[[int, Sequence[memoryview], int], int]
+BlockIo = Callable[[int, Sequence[memoryview], int], int]
 
 
 class BlockFile:
@@ -116,7 +116,7 @@ class BlockFile:
         except OSError as error:
             raise StorageError(f"{path} cannot be opened: {error.strerror}") from error
 
-    def _direct_or_not(self, io: Io, views: Sequence[memoryview], offset: int) -> int:
+    def _direct_or_not(self, io: BlockIo, views: Sequence[memoryview], offset: int) -> int:
         """Run `io`; if it fails with EINVAL, turn O_DIRECT off and run it again.
 
         Some file systems accept O_DIRECT in `open` and reject it in reads and writes.

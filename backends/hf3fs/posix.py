@@ -21,7 +21,7 @@ _MAX_FRAMES = 500  # each has two views, and IOV_MAX is 1,024 on Linux
 _MAX_BYTES = 64 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
-_Io = Callable[[int, Sequence[memoryview], int], int]
+_FrameIo = Callable[[int, Sequence[memoryview], int], int]
 
 
 class PosixPath:
@@ -57,7 +57,9 @@ class PosixPath:
     def close(self) -> None:
         self._file.close()
 
-    def _move(self, io: _Io, frames: Sequence[Frame], *, whole: Outcome, short: Outcome) -> list[Outcome]:
+    def _move(
+        self, io: _FrameIo, frames: Sequence[Frame], *, whole: Outcome, short: Outcome
+    ) -> list[Outcome]:
         outcomes = [short] * len(frames)
         for run in runs(frames, self._most):
             while run:
@@ -71,7 +73,7 @@ class PosixPath:
                 run = run[max(done, 1) :]
         return outcomes
 
-    def _try(self, io: _Io, run: Sequence[Frame], short: Outcome) -> tuple[int, Outcome]:
+    def _try(self, io: _FrameIo, run: Sequence[Frame], short: Outcome) -> tuple[int, Outcome]:
         """Return the number of frames that were moved completely, and the outcome of the next one."""
         views = [view for frame in run for view in self._views(frame)]
         try:
@@ -90,7 +92,7 @@ class PosixPath:
     def _views(self, frame: Frame) -> tuple[memoryview, memoryview]:
         return self._binding.header(frame.memory), self._binding.page(frame.memory)
 
-    def _direct_or_not(self, io: _Io, views: Sequence[memoryview], offset: int) -> int:
+    def _direct_or_not(self, io: _FrameIo, views: Sequence[memoryview], offset: int) -> int:
         direct = self._file.direct  # read once: another thread may turn it off meanwhile
         try:
             moved = io(self._file.fileno, views, offset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from asynchicache.backends.options import BackendOptions, Namespace
+from asynchicache.backends.options import BackendOptions, NamespaceName
 from asynchicache.options import Positive, Seconds
 
 LEAST_SEGMENT_BYTES = 16 << 20
@@ -41,7 +41,7 @@ class MooncakeOptions(BackendOptions, frozen=True):
     segment_bytes: int = 0
     replicas: Positive = 1
     threads: Positive = 4
-    namespace: Namespace = "asynchicache"
+    namespace: NamespaceName = "asynchicache"
     open_seconds: Seconds = 10.0
 
     def check(self) -> None:

@@ -12,7 +12,7 @@ from asynchicache.backends.redis.connection import RedisConnection
 from asynchicache.backends.redis.engine import RedisEngine
 from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.pool import ConnectionPool
-from asynchicache.backends.redis.resp import ErrorReply, ProtocolError, Reply, command
+from asynchicache.backends.redis.resp import ErrorReply, ProtocolError, RespReply, command
 from asynchicache.errors import ClosedError, StorageError, StorageFormatError
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
@@ -145,7 +145,7 @@ class RedisBackend:
             )
         return StorageError(f"{self._options.server} cannot be used: {reply.text}")
 
-    def _foreign(self, found: Reply) -> StorageFormatError:
+    def _foreign(self, found: RespReply) -> StorageFormatError:
         where = f"{self._options.server}, namespace {self._options.namespace!r}"
         magic, _, version = found.rpartition(b" ") if isinstance(found, bytes) else (b"", b"", b"")
         if magic == _MAGIC and version.isdigit():
@@ -159,7 +159,7 @@ class RedisBackend:
         return f"<RedisBackend {self._options.server}: {len(self._engines)} pools>"
 
 
-def _scanned(reply: Reply) -> tuple[bytes, list[bytes]]:
+def _scanned(reply: RespReply) -> tuple[bytes, list[bytes]]:
     """The next cursor and the keys that SCAN answered."""
     if isinstance(reply, ErrorReply):
         raise StorageError(f"SCAN is refused: {reply.text}")
@@ -169,7 +169,7 @@ def _scanned(reply: Reply) -> tuple[bytes, list[bytes]]:
     raise ProtocolError(f"{reply!r:.40} is no answer to SCAN")
 
 
-def _number(reply: Reply) -> int:
+def _number(reply: RespReply) -> int:
     if isinstance(reply, ErrorReply):
         raise StorageError(f"UNLINK is refused: {reply.text}")
     if not isinstance(reply, int):

@@ -16,13 +16,13 @@ from asynchicache.backends.redis.resp import (
     NEWLINE,
     ErrorReply,
     ProtocolError,
-    Reply,
+    RespReply,
     error_reply,
     integer,
     length,
 )
 
-Bytes: TypeAlias = "bytes | memoryview"
+Piece: TypeAlias = "bytes | memoryview"
 
 _BUFFER_BYTES = 16 << 10
 """Received at once when a line is expected. The beginning of a page that comes with it is copied."""
@@ -123,7 +123,7 @@ class RedisConnection:
         readable.register(self._open, select.POLLIN)
         return not readable.poll(0)
 
-    def send(self, parts: Iterable[Bytes]) -> None:
+    def send(self, parts: Iterable[Piece]) -> None:
         """Send parts, one after another, in as few system calls as the kernel allows."""
         views = [memoryview(part) for part in parts if len(part)]
         while views:
@@ -133,12 +133,12 @@ class RedisConnection:
             if sent:
                 views[0] = views[0][sent:]
 
-    def ask(self, *commands: bytes) -> list[Reply]:
+    def ask(self, *commands: bytes) -> list[RespReply]:
         """Send commands at once, and read as many replies."""
         self.send([b"".join(commands)])
         return [self.read_reply() for _ in commands]
 
-    def read_reply(self, depth: int = 0) -> Reply:
+    def read_reply(self, depth: int = 0) -> RespReply:
         """Read one reply that is no page."""
         line = self._read_line()
         kind, rest = line[:1], line[1:]

@@ -9,10 +9,10 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import compress
 from typing import NamedTuple
 
-from asynchicache.backends.redis.connection import Bytes, RedisConnection
+from asynchicache.backends.redis.connection import Piece, RedisConnection
 from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.pool import ConnectionPool
-from asynchicache.backends.redis.resp import ErrorReply, ProtocolError, Reply, command, set_command
+from asynchicache.backends.redis.resp import ErrorReply, ProtocolError, RespReply, command, set_command
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.storage.protocol import Capabilities, PoolBinding
@@ -46,7 +46,7 @@ class _PageBatch(NamedTuple):
     outcomes: list[Outcome]
 
 
-Work = Callable[[RedisConnection, _PageBatch, Sequence[int]], None]
+_RedisWork = Callable[[RedisConnection, _PageBatch, Sequence[int]], None]
 """Moves the pages at some places of a batch, in a thread."""
 
 
@@ -195,7 +195,7 @@ class RedisEngine:
             logger.warning("pool %s: %s", self._binding.pool, error)
             return None
 
-    def _bit(self, verb: bytes, reply: Reply) -> int:
+    def _bit(self, verb: bytes, reply: RespReply) -> int:
         if isinstance(reply, ErrorReply):
             raise StorageError(f"{self._options.server} refuses {verb.decode()}: {reply.text}")
         if not isinstance(reply, int) or not 0 <= reply <= 1:
@@ -205,7 +205,7 @@ class RedisEngine:
     async def _run(
         self,
         verb: str,
-        work: Work,
+        work: _RedisWork,
         batch: _PageBatch,
         split: Sequence[Sequence[int]],
         turn: AbstractAsyncContextManager[object] | None = None,
@@ -219,7 +219,7 @@ class RedisEngine:
         except TimeoutError:
             self._warn(verb, len(batch.keys), f"no end after {self._options.timeout_seconds:g} s")
 
-    async def _part(self, verb: str, work: Work, batch: _PageBatch, places: Sequence[int]) -> None:
+    async def _part(self, verb: str, work: _RedisWork, batch: _PageBatch, places: Sequence[int]) -> None:
         try:
             await self._pool.run(lambda connection: work(connection, batch, places))
         except OSError as error:
@@ -271,7 +271,7 @@ class RedisEngine:
         for place in places:
             batch.outcomes[place] = self._stored(connection.read_reply())
 
-    def _sealed(self, batch: _PageBatch, places: Sequence[int]) -> Iterator[Bytes]:
+    def _sealed(self, batch: _PageBatch, places: Sequence[int]) -> Iterator[Piece]:
         """The commands that store pages, in parts."""
         for place in places:
             slot, key = batch.slots[place], batch.keys[place]
@@ -280,7 +280,7 @@ class RedisEngine:
             page = self._binding.page(slot)[: self._binding.page_bytes]
             yield from (head, self._binding.header(slot), page, tail)
 
-    def _stored(self, reply: Reply) -> Outcome:
+    def _stored(self, reply: RespReply) -> Outcome:
         if reply == b"OK":
             return Outcome.STORED
         if reply is None:

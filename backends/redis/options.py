@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from asynchicache.backends.options import BackendOptions, Namespace
+from asynchicache.backends.options import BackendOptions, NamespaceName
 from asynchicache.options import FiniteSeconds, Positive
 
 _TCP, _TLS, _UNIX = ("redis", "valkey"), ("rediss", "valkeys"), ("unix",)
@@ -58,7 +58,7 @@ class RedisOptions(BackendOptions, frozen=True):
     username: str | None = None
     password: str | None = None
     ca_file: str | None = None
-    namespace: Namespace = "asynchicache"
+    namespace: NamespaceName = "asynchicache"
     connections: Positive = 4
     timeout_seconds: FiniteSeconds = 5.0
     ttl_seconds: Positive | None = None

@@ -32,7 +32,7 @@ class ErrorReply(NamedTuple):
         return self.text.partition(" ")[0]
 
 
-Reply: TypeAlias = "bytes | int | list[Reply] | ErrorReply | None"
+RespReply: TypeAlias = "bytes | int | list[RespReply] | ErrorReply | None"
 
 
 def command(*words: bytes) -> bytes:

@@ -62,7 +62,7 @@ from asynchicache.types import WritePolicy, key_array, token_array
 
 _log = logging.getLogger(__name__)
 
-_TOLD = 5
+_MAX_NAMED = 5
 """Open requests that closing lists."""
 
 
@@ -131,12 +131,12 @@ class HybridCache:
     """
 
     def __init__(
-        self, spec: ModelSpec, config: CacheConfig, rooms: CacheParts, stack: AsyncExitStack, opened_at: str
+        self, spec: ModelSpec, config: CacheConfig, parts: CacheParts, stack: AsyncExitStack, opened_at: str
     ) -> None:
         self.spec = spec
         self.config = config
-        self._parts = rooms
-        self._controller = rooms.controller
+        self._parts = parts
+        self._controller = parts.controller
         self._tracer: RequestTracer | None = None
         self._stack = stack
         self._closing = asyncio.Lock()
@@ -145,7 +145,7 @@ class HybridCache:
         self._opened_at = opened_at
         self._attached = config
         self._given: StorageBackend | None = None
-        self._opened_when = rooms.port.now()
+        self._opened_when = parts.port.now()
 
     @classmethod
     def open(
@@ -199,12 +199,12 @@ class HybridCache:
             raise ConfigError(f"a cache is opened with a ModelSpec and a CacheConfig, not {given}")
         stack = AsyncExitStack()
         try:
-            rooms = await _open_parts(stack, spec, config, storage, port, device, engine, group)
+            parts = await _open_parts(stack, spec, config, storage, port, device, engine, group)
         except BaseException:
             # A cancelled caller leaves no lock, thread or task behind.
             await shielded(stack.aclose())
             raise
-        cache = cls(spec, config, rooms, stack, opened_at)
+        cache = cls(spec, config, parts, stack, opened_at)
         cache._given = storage
         return cache
 
@@ -239,8 +239,8 @@ class HybridCache:
     def _tell_open_requests(self) -> None:
         left = self._controller.open_requests()
         if left:
-            more = f" and {len(left) - _TOLD} more" if len(left) > _TOLD else ""
-            _log.warning("closed while requests were open: %s%s", "; ".join(left[:_TOLD]), more)
+            more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
+            _log.warning("closed while requests were open: %s%s", "; ".join(left[:_MAX_NAMED]), more)
 
     def _tell_split(self) -> None:
         """Log which split between pages and states the traffic asked for, if memory ran short."""
@@ -512,9 +512,9 @@ class HybridCache:
         await self._attach(config, given)
 
     async def _attach(self, config: CacheConfig, given: StorageBackend | None) -> None:
-        rooms = self._parts
+        parts = self._parts
         with self._controller.executor.busy():  # closing the cache waits for this
-            attachment = await attach_storage(self.spec, config, rooms.hosts, given, rooms.port)
+            attachment = await attach_storage(self.spec, config, parts.hosts, given, parts.port)
             try:
                 self._controller.executor.check_open()
                 self._controller.storage_writer.attach(attachment)

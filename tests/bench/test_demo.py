@@ -17,7 +17,7 @@ from asynchicache.bench.demo.options import DemoOptions, ceiling, round_ceilings
 from asynchicache.bench.demo.prompts import conversations
 from asynchicache.bench.demo.report import render
 from asynchicache.bench.demo.results import CrowdResult, DemoResult, ModeResult, Sample, ServedPrompt
-from asynchicache.bench.demo.run import Rounds, Stage, run_demo
+from asynchicache.bench.demo.run import PlayedRounds, Stage, run_demo
 from asynchicache.cache import HybridCache
 from asynchicache.cli.main import main
 from asynchicache.config import CacheConfig
@@ -189,7 +189,7 @@ def owned(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[serving.
 
 
 @pytest.fixture(scope="module")
-def stage_and_reference() -> Iterator[tuple[Stage, Rounds]]:
+def stage_and_reference() -> Iterator[tuple[Stage, PlayedRounds]]:
     """A stage with two clients, and what they are answered without a cache."""
     options = DemoOptions(num_clients=2, num_rounds=3)
     with owned(*build_demo_model(0)) as model:
@@ -198,12 +198,12 @@ def stage_and_reference() -> Iterator[tuple[Stage, Rounds]]:
         yield stage, reference
 
 
-def tokens(rounds: Rounds) -> list[list[Sequence[int]]]:
+def tokens(rounds: PlayedRounds) -> list[list[Sequence[int]]]:
     return [[one.tokens for one in served] for served in rounds]
 
 
 def test_a_state_that_is_not_what_was_computed_is_seen_in_the_tokens(
-    stage_and_reference: tuple[Stage, Rounds], monkeypatch: pytest.MonkeyPatch
+    stage_and_reference: tuple[Stage, PlayedRounds], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage, reference = stage_and_reference
     hybrid = next(mode for mode in modes.MODES if mode.name == "hybrid")

@@ -15,7 +15,7 @@ from asynchicache.bench.soak.model import HitModel, SharedBound
 from asynchicache.bench.soak.options import SoakOptions
 from asynchicache.bench.soak.samples import ProcessSample, hit_drift, hit_rates, memory_level, model_gap
 from asynchicache.bench.soak.stores import FileStore, RedisStore
-from asynchicache.bench.soak.traffic import Engine, Talks, soak_spec
+from asynchicache.bench.soak.traffic import ConversationPool, Engine, soak_spec
 from asynchicache.bench.soak.watchdog import LoopWatchdog
 from asynchicache.cli.main import main
 from asynchicache.controller.tasks import OwnedTasks
@@ -365,20 +365,20 @@ async def test_a_server_says_what_its_pages_take(tmp_path: Path) -> None:
 
 
 def test_conversations_grow_and_are_replaced() -> None:
-    talks = Talks(random.Random(0), 1)
+    conversations = ConversationPool(random.Random(0), 1)
     lengths = []
     for _ in range(40):
-        talk = talks.take()
-        lengths.append(len(talk.tokens))
-        talks.give_back(talk)
+        conversation = conversations.take()
+        lengths.append(len(conversation.tokens))
+        conversations.give_back(conversation)
 
     assert max(lengths) < 30 * 16 + 40
     assert sorted(lengths) != lengths, "a new one began"
 
 
 def test_conversations_are_of_all_ages_from_the_beginning() -> None:
-    talks = Talks(random.Random(0), 100)
+    conversations = ConversationPool(random.Random(0), 100)
 
-    lengths = sorted(len(talks.take().tokens) for _ in range(100))
+    lengths = sorted(len(conversations.take().tokens) for _ in range(100))
 
     assert lengths[10] < 220 < lengths[50] < 420 < lengths[90]

@@ -279,10 +279,10 @@ async def test_a_clear_that_fails_halfway_forgets_what_was_stored():
     faults = Faulty(MemoryBackend(store), FaultRates(), random.Random(0))
     async with HybridCache.open(SPEC, config(), storage=faults) as cache:
         await Engine(cache).serve(PROMPT)
-        strikes, faults.strikes = faults.strikes, lambda name: name == "raises" and len(store) == 1
+        occurs, faults.occurs = faults.occurs, lambda name: name == "raises" and len(store) == 1
         with pytest.raises(StorageError, match="'mamba' could not be cleared"):
             await cache.clear_storage()
-        faults.strikes = strikes
+        faults.occurs = occurs
         assert len(store) == 1
         async with cache.request([*PROMPT, 1]) as request:
             await request.load()
@@ -296,7 +296,7 @@ async def test_a_pool_that_cannot_be_cleared_does_not_keep_the_others():
     async with HybridCache.open(SPEC, config(), storage=faults) as cache:
         await Engine(cache).serve(PROMPT)
         blows = iter([True])
-        faults.strikes = lambda name: name == "raises" and next(blows, False)
+        faults.occurs = lambda name: name == "raises" and next(blows, False)
         with pytest.raises(StorageError, match="'kv' could not be cleared"):
             await cache.clear_storage()
         assert len(store) == 5  # the state is gone, the five pages are not

@@ -71,6 +71,22 @@ def test_a_leading_underscore_makes_no_other_name(house: ModuleType) -> None:
     assert house.shared_names(modules) == {"Batch": ["asynchicache.a", "asynchicache.b"]}
 
 
+def test_an_alias_of_a_type_is_a_name_too(house: ModuleType) -> None:
+    modules = parsed(
+        a="class Move: ...",
+        b="_Move = Callable[[int], None]",
+        c='Page: TypeAlias = "array[int]"',
+        d="Page = tuple[str, int]\nPAGE = pages[0]",
+        e="PAGE = pages[1]\nfirst = pages[0]",
+        f="first = pages[1]",
+    )
+
+    assert house.shared_names(modules) == {
+        "Move": ["asynchicache.a", "asynchicache.b"],
+        "Page": ["asynchicache.c", "asynchicache.d"],
+    }
+
+
 def test_arrows_stay_inside_the_room(house: ModuleType) -> None:
     modules = parsed(
         **{

@@ -107,14 +107,14 @@ def test_a_prefix_on_the_device_is_borrowed_as_it_is() -> None:
 
     assert moved(copies) == []
     assert [copy.direction for copy in copies] == [Direction.LOAD]
-    assert request.users == 2
+    assert request.references == 2
     assert request.loaded
     assert (request.hit_pages, request.borrowed, request.reserved) == (4, 4, 8)
     assert request.pages == upper.slots_at(FULL_DEVICE) + lower.slots_at(FULL_DEVICE)
     assert (request.tier, request.reason) == (Tier.DEVICE, MissReason.NONE)
     assert sources(request) == {("kv", Tier.DEVICE): 4}
     end(sim, copies)
-    assert request.users == 1
+    assert request.references == 1
 
 
 def test_what_is_on_the_host_only_is_copied() -> None:
@@ -146,7 +146,7 @@ def test_a_state_on_the_device_is_copied_there_and_one_on_the_host_comes_along()
     assert moved(copies) == [(Direction.FORK, "mamba", [source], [request.states[1]])]
     assert [copy.direction for copy in copies] == [Direction.FORK, Direction.LOAD], "the last one covers all"
     assert copies[1].reads == [("mamba", [request.states[1]])]
-    assert request.users == 3
+    assert request.references == 3
     assert sources(request) == {("kv", Tier.DEVICE): 2, ("mamba", Tier.DEVICE): 1}
     end(sim, copies)
     sim.close(request)
@@ -161,7 +161,7 @@ def test_a_state_on_the_device_is_copied_there_and_one_on_the_host_comes_along()
         (Direction.LOAD, "mamba", [source], [request.states[1]]),
     ]
     assert not node.slots_at(place_of(1, Tier.DEVICE)), "each request has its own"
-    assert (request.tier, request.users) == (Tier.HOST, 2)
+    assert (request.tier, request.references) == (Tier.HOST, 2)
     assert sources(request) == {("kv", Tier.HOST): 2, ("mamba", Tier.HOST): 1}
     end(sim, copies)
 
@@ -334,7 +334,7 @@ def test_a_request_after_a_failure_is_served_without_the_cache() -> None:
 
     copies = sim.planner.loads.load_nothing(request)
 
-    assert (moved(copies), len(copies), request.users) == ([], 1, 2)
+    assert (moved(copies), len(copies), request.references) == ([], 1, 2)
     assert request.loaded
     assert (request.hit_pages, request.pages, request.reason) == (0, [], MissReason.TRANSFER_FAILED)
     assert [(window.first, window.slots) for window in request.windows.values()] == [(0, [])]
@@ -532,7 +532,7 @@ def test_a_request_is_given_back_with_the_last_copy_for_it() -> None:
     published(sim, HEAD)
     request = sim.open(LONG)
     copies = sim.planner.loads.load(request)
-    assert request.users == 3
+    assert request.references == 3
     sim.close(request)
     for copy in copies:
         assert request in sim.planner.state.requests

@@ -67,13 +67,13 @@ def test_pages_on_the_device_stay_while_storage_is_asked(
     served(sim, 4)
     query = asked(sim)
     sim.settle()
-    books = sim.planner.state
-    held = books.free[FULL_DEVICE].held
-    books.evict(FULL_DEVICE, 64, dirty=True)
-    books.evict(FULL_HOST, 64, dirty=True)
+    state = sim.planner.state
+    held = state.free[FULL_DEVICE].held
+    state.evict(FULL_DEVICE, 64, dirty=True)
+    state.evict(FULL_HOST, 64, dirty=True)
 
-    assert books.free[FULL_DEVICE].held == held
-    assert books.free[FULL_HOST].held == 0, "what is on the device needs no copy on the host to be kept"
+    assert state.free[FULL_DEVICE].held == held
+    assert state.free[FULL_HOST].held == 0, "what is on the device needs no copy on the host to be kept"
     sim.planner.prefetches.release(query)
 
 
@@ -353,29 +353,29 @@ def test_what_others_computed_meanwhile_is_not_put_in_twice(simulations: list[Si
     sim = roomy(simulations, mamba=True)
     read = chosen(sim, asked(sim), HAS, HAS)
     served(sim, 10)
-    books = sim.planner.state
-    for node in list(books.tree.nodes()):
+    state = sim.planner.state
+    for node in list(state.tree.nodes()):
         sim.start(sim.planner.backups.backup(node))
     sim.settle()
 
     (gained,) = answered(sim, read)
 
     assert gained.pages == 8
-    assert books.free[FULL_HOST].held == 8
-    assert books.free[place_of(STATES, Tier.HOST)].held == 2
-    assert sorted(node.end for node in books.tree.nodes()) == [5, 8]
+    assert state.free[FULL_HOST].held == 8
+    assert state.free[place_of(STATES, Tier.HOST)].held == 2
+    assert sorted(node.end for node in state.tree.nodes()) == [5, 8]
 
 
 def test_a_path_that_cannot_be_on_the_host_keeps_what_follows_off_it(simulations: list[Simulation]) -> None:
     sim = roomy(simulations, host=5)
     served(sim, 6)
     query = asked(sim)
-    books = sim.planner.state
-    taken = books.free[FULL_HOST].allocate(3)  # two are left for three pages
+    state = sim.planner.state
+    taken = state.free[FULL_HOST].allocate(3)  # two are left for three pages
     choice = sim.planner.prefetches.choose(query, {0: HAS})
 
     assert (choice.read, choice.reason) == (None, MissReason.HOST_CAPACITY)
-    books.free[FULL_HOST].release(taken)
+    state.free[FULL_HOST].release(taken)
     sim.planner.prefetches.release(query)
 
 

@@ -9,9 +9,9 @@ import pytest
 from asynchicache.errors import RankProtocolError
 from asynchicache.ranks.frames import MAX_FRAME, FrameReader, FrameWriter
 from asynchicache.ranks.messages import (
-    Answer,
     CopyEntry,
-    Entry,
+    FollowerAnswer,
+    LogEntry,
     MarkEntry,
     SlotCopy,
     pack_outcomes,
@@ -24,7 +24,7 @@ from asynchicache.types import Direction, Outcome
 
 
 def frames(count: int, incarnation: int = 7) -> list[bytes]:
-    writer: FrameWriter[Entry] = FrameWriter(incarnation)
+    writer: FrameWriter[LogEntry] = FrameWriter(incarnation)
     found = []
     for step in range(count):
         writer.add(MarkEntry(step))
@@ -33,15 +33,15 @@ def frames(count: int, incarnation: int = 7) -> list[bytes]:
     return found
 
 
-def read(data: bytes, incarnation: int = 7) -> list[Entry]:
-    reader: FrameReader[Entry] = FrameReader(incarnation, Entry)
+def read(data: bytes, incarnation: int = 7) -> list[LogEntry]:
+    reader: FrameReader[LogEntry] = FrameReader(incarnation, LogEntry)
     return list(reader.feed(data))
 
 
 def test_messages_arrive_in_any_portions() -> None:
     data, chance = b"".join(frames(20)), random.Random(1)
-    reader: FrameReader[Entry] = FrameReader(7, Entry)
-    found: list[Entry] = []
+    reader: FrameReader[LogEntry] = FrameReader(7, LogEntry)
+    found: list[LogEntry] = []
     while data:
         cut = chance.randrange(1, 40)
         found += reader.feed(data[:cut])
@@ -73,11 +73,11 @@ def test_a_frame_that_is_too_long_is_refused_before_it_is_read() -> None:
 
 def test_messages_of_another_kind_are_refused() -> None:
     with pytest.raises(RankProtocolError, match="no valid messages"):
-        list(FrameReader[Answer](7, Answer).feed(frames(1)[0]))
+        list(FrameReader[FollowerAnswer](7, FollowerAnswer).feed(frames(1)[0]))
 
 
 def test_a_batch_of_many_bytes_becomes_several_frames() -> None:
-    writer: FrameWriter[Entry] = FrameWriter(7)
+    writer: FrameWriter[LogEntry] = FrameWriter(7)
     for _ in range(3):
         writer.add(CopyEntry(1, Direction.LOAD, [SlotCopy("k" * (MAX_FRAME // 3), [], [])]))
     assert len(read(writer.take())) == 3

@@ -11,8 +11,8 @@ from asynchicache.ranks.frames import FrameWriter
 from asynchicache.ranks.group import GroupStorage
 from asynchicache.ranks.leader import RankLeader
 from asynchicache.ranks.messages import (
-    Answer,
     EndAnswer,
+    FollowerAnswer,
     HeartbeatAnswer,
     LateAnswer,
     OutcomesAnswer,
@@ -33,9 +33,9 @@ class Rig:
         self.leader = RankLeader((1, 2), 5, lambda: self.now)
         self.failures: list[RankError] = []
         self.leader.on_failure = self.failures.append
-        self._writers: dict[int, FrameWriter[Answer]] = {1: FrameWriter(5), 2: FrameWriter(5)}
+        self._writers: dict[int, FrameWriter[FollowerAnswer]] = {1: FrameWriter(5), 2: FrameWriter(5)}
 
-    def answers(self, rank: int, answer: Answer) -> None:
+    def answers(self, rank: int, answer: FollowerAnswer) -> None:
         self._writers[rank].add(answer)
         self.leader.feed(rank, self._writers[rank].take())
 
@@ -97,7 +97,7 @@ def test_the_error_of_one_rank_is_the_operations() -> None:
         (LateAnswer(1, safe=True), "operation 1 was not late"),
     ],
 )
-def test_answers_that_do_not_fit_fail_the_group(answer: Answer, words: str) -> None:
+def test_answers_that_do_not_fit_fail_the_group(answer: FollowerAnswer, words: str) -> None:
     rig = Rig()
     ended = rig.copy()
     rig.answers(1, answer)

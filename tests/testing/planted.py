@@ -396,7 +396,7 @@ def tombstone_recovered_though_it_was_none(patch: Patch) -> None:
     def over(self: UnifiedRadixTree, node: Any, component_id: int, tier: Tier, pages: Any) -> dict[int, int]:
         place = place_of(component_id, tier)
         if node.residency[place] == RESIDENT and node.pages == len(pages.slots):
-            self.occupy(node, place, list(pages.slots), RESIDENT)
+            self.fill_slots(node, place, list(pages.slots), RESIDENT)
             return {}
         return take(self, node, component_id, tier, pages)
 
@@ -424,12 +424,12 @@ def minimum_instead_of_intersection(patch: Patch) -> None:
 
 @bug
 def committed_before_the_copy(patch: Patch) -> None:
-    occupy = UnifiedRadixTree.occupy
+    fill_slots = UnifiedRadixTree.fill_slots
 
     def resident(self: Any, node: Any, place: SlotPlace, slots: Any, residency: int) -> None:
-        occupy(self, node, place, slots, RESIDENT)
+        fill_slots(self, node, place, slots, RESIDENT)
 
-    patch.setattr(UnifiedRadixTree, "occupy", resident)
+    patch.setattr(UnifiedRadixTree, "fill_slots", resident)
 
 
 @bug

@@ -164,7 +164,7 @@ class Model:
         page.slots[at], page.residency[at] = slot, residency
         return True
 
-    def vacate(self, key: Key, at: int) -> int:
+    def clear_slots(self, key: Key, at: int) -> int:
         page = self.pages[key]
         del page.residency[at]
         if not page.at(FULL_DEVICE) and not page.at(FULL_HOST) and not self.is_parent(key):
@@ -213,6 +213,6 @@ class Model:
                 owner = copy.orphans
             elif (key, saved) in copy.filled:
                 owner = copy.orphans
-        owner.setdefault(at, []).append(self.vacate(key, at))
+        owner.setdefault(at, []).append(self.clear_slots(key, at))
         if page.at(saved) == SAVING:
             self.take_back(key, saved, lost)

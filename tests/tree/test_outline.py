@@ -9,7 +9,7 @@ from asynchicache.tree.node import Node
 from asynchicache.tree.outline import outline
 
 
-def grow(parent: Node, number: int, pages: int = 1) -> Node:
+def add_child(parent: Node, number: int, pages: int = 1) -> Node:
     head = bytes([number])
     node = parent.children[head] = Node(parent, head * pages, head, pages, 1)
     return node
@@ -17,10 +17,10 @@ def grow(parent: Node, number: int, pages: int = 1) -> Node:
 
 def test_the_most_continued_come_first_and_parents_before_children() -> None:
     root = Node(None, b"", b"", 0, 1)
-    lonely = grow(root, 1, pages=3)
-    shared = grow(root, 2, pages=2)
+    lonely = add_child(root, 1, pages=3)
+    shared = add_child(root, 2, pages=2)
     for number in range(4):
-        grow(grow(shared, number), 9)
+        add_child(add_child(shared, number), 9)
     lonely.locks[0] = 1
 
     found = outline([root], 3)
@@ -36,7 +36,7 @@ def test_the_most_continued_come_first_and_parents_before_children() -> None:
 def test_only_the_top_of_a_large_tree_is_visited() -> None:
     root = Node(None, b"", b"", 0, 1)
     for number in range(20):
-        grow(grow(root, number), 1)
+        add_child(add_child(root, number), 1)
     with patch.object(outlines, "LOOKED_AT", 25):
         assert len(outline([root], 100)) == 25
     assert outline([], 5) == []

@@ -175,7 +175,9 @@ def test_a_tail_is_never_taken_for_a_whole_page():
 
     assert bed.tree.match(words(1, 2, 3, 4), b"").pages == 0
     assert tail.tail == 3
-    assert bed.tree.digests(tail) != bed.tree.digests(bed.tree.grow(tail.parent, words(1, 2, 3, 0).tobytes()))
+    assert bed.tree.digests(tail) != bed.tree.digests(
+        bed.tree.add_child(tail.parent, words(1, 2, 3, 0).tobytes())
+    )
 
 
 def test_a_tail_that_was_continued_goes_first():

@@ -323,7 +323,7 @@ def test_pages_behind_which_nothing_can_be_resumed_go_first(hybrid):
     hybrid.add("ef")
     hybrid.evict(FULL_DEVICE, 2)
     assert hybrid.words(FULL_DEVICE) == {"ab", "cd"}
-    hybrid.tree.vacate(hybrid.node("cd"), STATE_DEVICE)
+    hybrid.tree.clear_slots(hybrid.node("cd"), STATE_DEVICE)
     hybrid.evict(FULL_DEVICE, 2)
     assert hybrid.words(FULL_DEVICE) == {"ab"}
     hybrid.check()

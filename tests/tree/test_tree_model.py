@@ -331,7 +331,7 @@ class Twins:
             # What a lease lost to a failed copy protects nothing above it either: see `alive`.
             assert not page.locks[where] or not all(map(self.alive, self.leases))
         for key, where in sorted(gone, key=lambda one: (-len(one[0][1]), -one[1])):
-            self.model.vacate(key, where)
+            self.model.clear_slots(key, where)
         assert freed.lost == before - len(self.model.pages)
         assert freed.lost + freed.demoted == (len(freed.slots.get(at, ())) if is_full(at) else 0)
         if freed.count(at) < count:

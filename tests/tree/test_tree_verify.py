@@ -59,15 +59,15 @@ def negative_locks(bed):
 
 def nowhere(bed):
     for place in (FULL_DEVICE, STATE_DEVICE):
-        bed.tree.vacate(bed.node("abcd"), place)
+        bed.tree.clear_slots(bed.node("abcd"), place)
 
 
 def child_without_parent(bed):
-    bed.tree.vacate(bed.node("ab"), FULL_DEVICE)
+    bed.tree.clear_slots(bed.node("ab"), FULL_DEVICE)
 
 
 def state_without_pages(bed):
-    bed.tree.vacate(bed.node("ab"), FULL_HOST)
+    bed.tree.clear_slots(bed.node("ab"), FULL_HOST)
 
 
 def wrong_count_on_the_device(bed):

@@ -20,7 +20,7 @@ Token = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]
 Whole = Annotated[int, Meta(ge=0, lt=_MOST)]
 Count = Annotated[int, Meta(ge=1, lt=_MOST)]
-Generation = Annotated[int, Meta(ge=1, lt=1 << 62)]
+SlotGeneration = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Leases = Annotated[list[int], Meta(max_length=MAX_KEYS)]
 
 
@@ -32,7 +32,7 @@ class SlotVersion(Struct, frozen=True, array_like=True):
     """A page's location: `slot` of the file, valid while the slot has this `generation`."""
 
     slot: Whole
-    generation: Generation
+    generation: SlotGeneration
 
 
 class Claim(Struct, frozen=True, array_like=True):
@@ -40,7 +40,7 @@ class Claim(Struct, frozen=True, array_like=True):
 
     key: Key
     slot: Whole
-    generation: Generation
+    generation: SlotGeneration
 
 
 Claims = Annotated[list[Claim], Meta(max_length=MAX_KEYS)]

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from asynchicache.streams.base import Device, Stream
-from asynchicache.streams.drivers import Run, ThreadDriver
+from asynchicache.streams.drivers import DriverStep, ThreadDriver
 
 
 class OwnCores(ThreadDriver):
@@ -25,7 +25,7 @@ class OwnCores(ThreadDriver):
         super().__init__()
         self._cores = cores
 
-    def lane(self, name: str) -> Callable[[Run], None]:
+    def lane(self, name: str) -> Callable[[DriverStep], None]:
         submit = super().lane(name)
         if name in self._cores:
             submit(partial(os.sched_setaffinity, 0, {self._cores[name]}))

@@ -10,8 +10,9 @@ import random
 from fractions import Fraction
 
 from asynchicache.bench.options import MultiturnOptions
+from asynchicache.bench.report import Advance
 from asynchicache.bench.synthetic import Transcript, draw_tokens
-from asynchicache.bench.tally import HitLimit, HitReport, HitTally, Progress
+from asynchicache.bench.tally import HitLimit, HitReport, HitTally
 from asynchicache.bench.turns import open_runner
 
 
@@ -21,7 +22,7 @@ def ceiling(options: MultiturnOptions) -> Fraction:
     return Fraction(sum(map(options.kept, rounds)), sum(map(options.prompt, rounds)))
 
 
-async def run_multiturn(options: MultiturnOptions, progress: Progress) -> HitReport:
+async def run_multiturn(options: MultiturnOptions, progress: Advance) -> HitReport:
     """Play all turns, with unbounded storage.
 
     Raises:

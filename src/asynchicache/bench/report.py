@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 from rich.console import RenderableType
+
+Advance: TypeAlias = Callable[[int, int], None]
+"""Receives progress: parts done, and parts there are."""
 
 
 class BenchReport(Protocol):

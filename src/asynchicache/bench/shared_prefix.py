@@ -10,8 +10,9 @@ import random
 from fractions import Fraction
 
 from asynchicache.bench.options import SharedPrefixOptions
+from asynchicache.bench.report import Advance
 from asynchicache.bench.synthetic import Transcript, draw_tokens
-from asynchicache.bench.tally import HitLimit, HitReport, HitTally, Progress
+from asynchicache.bench.tally import HitLimit, HitReport, HitTally
 from asynchicache.bench.turns import open_runner
 
 
@@ -22,7 +23,7 @@ def ideal_hit_rate(options: SharedPrefixOptions) -> Fraction:
     return Fraction(prompts - 1, prompts) * Fraction(options.shared, length)
 
 
-async def run_shared_prefix(options: SharedPrefixOptions, progress: Progress) -> HitReport:
+async def run_shared_prefix(options: SharedPrefixOptions, progress: Advance) -> HitReport:
     """Serve all prompts, with unbounded storage.
 
     The bench checkpoints the state at the end of the system prompt, as a server that knows its chat template

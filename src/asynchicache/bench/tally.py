@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,11 +11,9 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from asynchicache.bench.report import Advance
 from asynchicache.bench.tables import add_figures, facts
 from asynchicache.types import Tier
-
-Progress = Callable[[int, int], None]
-"""Told how many turns are done, and how many there are."""
 
 
 class TurnHits(NamedTuple):
@@ -109,7 +107,7 @@ class HitReport:
 class HitTally:
     """Sums up turns and reports progress."""
 
-    def __init__(self, rounds: int, turns: int, progress: Progress) -> None:
+    def __init__(self, rounds: int, turns: int, progress: Advance) -> None:
         self._prompt = [0] * rounds
         self._hit = [0] * rounds
         self._by_tier = dict.fromkeys(Tier, 0)

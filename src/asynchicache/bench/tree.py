@@ -98,7 +98,8 @@ def run_tree(
     chat = list(turns(workload))
     window_pages = -(-window // page_size)
     sets = {
-        name: _TreeBench(chat, fill, _Recipe(page_size, pools, window_pages)) for name, pools in SETS.items()
+        name: _TreeBench(chat, fill, _ToyModel(page_size, pools, window_pages))
+        for name, pools in SETS.items()
     }
     for _ in range(REPEATS):
         for bench in sets.values():
@@ -135,7 +136,7 @@ def _check(page_size: int, fill: str, window: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recipe:
+class _ToyModel:
     """The configuration of a tree: its pools besides the full one, and the pages of a window."""
 
     page_size: int
@@ -159,7 +160,7 @@ class _Recipe:
 class _Server:
     """A tree and its pools, used as by a serving engine's scheduler, one request at a time."""
 
-    def __init__(self, recipe: _Recipe, slots: Callable[[int], int]) -> None:
+    def __init__(self, recipe: _ToyModel, slots: Callable[[int], int]) -> None:
         """`slots(component)` is the size of that component's pool."""
         self.tree = recipe.tree(slots(FULL))
         self.pools = {
@@ -229,7 +230,7 @@ class _Stopwatch:
 class _TreeBench:
     """One set of pools: their sizes, and the measurements of every repeat."""
 
-    def __init__(self, chat: Sequence[ChatTurn], fill: str, recipe: _Recipe) -> None:
+    def __init__(self, chat: Sequence[ChatTurn], fill: str, recipe: _ToyModel) -> None:
         self._chat = chat
         self._recipe = recipe
         most = max(len(turn.tokens) for turn in chat) // recipe.page_size

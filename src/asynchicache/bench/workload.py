@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Ids = NDArray[np.int64]
+TokenIds = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +86,10 @@ class _Draw:
     def between(self, low: int, high: int) -> int:
         return int(self._random.integers(low, high))
 
-    def ids(self, count: int) -> Ids:
+    def ids(self, count: int) -> TokenIds:
         return self._random.integers(1, self._workload.vocabulary, count, dtype=np.int64)
 
-    def message(self) -> Ids:
+    def message(self) -> TokenIds:
         return self.ids(self.between(self._workload.shortest, self._workload.longest))
 
     def order(self) -> list[int]:
@@ -99,7 +99,7 @@ class _Draw:
         return bool(self._random.random() < self._workload.regenerate_share)
 
 
-def _as_array(ids: Ids) -> array[int]:
+def _as_array(ids: TokenIds) -> array[int]:
     tokens = array("q")
     tokens.frombytes(ids.tobytes())
     return tokens

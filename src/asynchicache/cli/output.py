@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -19,11 +19,10 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from asynchicache.bench.report import Advance
+
 STANDARD_OUTPUT = "-"
 """The value of `--json` for which JSON goes to standard output."""
-
-Advance: TypeAlias = Callable[[int, int], None]
-"""Told what is done and what there is in all."""
 
 
 class CommandResult(NamedTuple):

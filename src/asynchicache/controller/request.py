@@ -145,7 +145,7 @@ class Request:
         if self._controller.recorder is not None:
             self._controller.recorder.ended(state)
         for stream in list(state.streams) if not self._executor.stopped else ():
-            state.users += 1
+            state.references += 1
             self._executor.when_reached(stream, partial(self._planner.release, state))
         self._planner.release(state)
         self._executor.notify()

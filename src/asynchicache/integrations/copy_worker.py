@@ -40,7 +40,7 @@ class CopyWorker:
         self.device = device
         self._engine = engine
         self._stack = stack
-        self._untold: list[CopyResult] = []
+        self._unreported: list[CopyResult] = []
 
     @classmethod
     def open(
@@ -125,12 +125,14 @@ class CopyWorker:
             await asyncio.sleep(0)  # a cancellation point even if all have ended
             results = list(await asyncio.gather(*waiting))
         except asyncio.CancelledError:
-            self._untold += [ended.result() for ended in waiting if ended.done() and not ended.cancelled()]
+            self._unreported += [
+                ended.result() for ended in waiting if ended.done() and not ended.cancelled()
+            ]
             for ended in waiting:
                 ended.cancel()
             raise
-        untold, self._untold = self._untold, []
-        return untold + results
+        unreported, self._unreported = self._unreported, []
+        return unreported + results
 
     def _begin(self, order: CopyOrder, after: Sequence[Event]) -> asyncio.Future[CopyResult]:
         ended: asyncio.Future[CopyResult] = asyncio.get_running_loop().create_future()
@@ -144,7 +146,7 @@ class CopyWorker:
     def _ended(self, number: int, ended: asyncio.Future[CopyResult], error: BaseException | None) -> None:
         result = CopyResult(number, "" if error is None else str(error) or type(error).__name__)
         if ended.done():  # cancelled
-            self._untold.append(result)
+            self._unreported.append(result)
         else:
             ended.set_result(result)
 

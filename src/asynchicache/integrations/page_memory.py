@@ -13,7 +13,7 @@ import numpy.typing as npt
 from asynchicache.errors import ConfigError
 from asynchicache.layouts import ALIGNMENT
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
+ByteArray: TypeAlias = npt.NDArray[np.uint8]
 
 _MAX_STORED_PARTS = 4  # more objects per page would cost storage more than a copy costs
 
@@ -67,7 +67,7 @@ class PagePart:
     stride: int
     nbytes: int
 
-    def rows(self, pages: int) -> Bytes:
+    def rows(self, pages: int) -> ByteArray:
         """Return a uint8 view `[pages, nbytes]`.
 
         Raises:
@@ -200,7 +200,7 @@ class PageMemory:
             return f"{self.unit_bytes} bytes are not a multiple of {ALIGNMENT}"
         return f"its memory does not start on a multiple of {ALIGNMENT}"
 
-    def unit(self, index: int) -> list[Bytes]:
+    def unit(self, index: int) -> list[ByteArray]:
         """Return the pieces of unit `part * pages + page`; if pages are stored whole, of page `index`."""
         if self._whole:
             return [part[index] for part in self._parts]
@@ -229,7 +229,7 @@ class PageMemory:
         return f"<PageMemory: {self.pages} pages of {self.page_bytes} bytes, {self.units} units each>"
 
 
-def copy_pieces(sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> None:
+def copy_pieces(sources: Sequence[ByteArray], destinations: Sequence[ByteArray]) -> None:
     """Copy pieces, in order, to pieces of other lengths but the same total length.
 
     Releases the interpreter lock while copying a piece.

@@ -15,7 +15,7 @@ import numpy as np
 
 from asynchicache.errors import ClosedError, UsageError
 from asynchicache.hashing import ObjectKey
-from asynchicache.integrations.page_memory import Bytes, PageMemory, copy_pieces
+from asynchicache.integrations.page_memory import ByteArray, PageMemory, copy_pieces
 from asynchicache.integrations.page_slots import PlacedSlots, StagedSlots
 from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
@@ -69,20 +69,20 @@ class _UnitTransfer:
         key: key in storage.
         unit: index in memory.
         outcome: result of the transfer.
-        followers: units of other calls that need the same bytes.
-        closing: whether followers are being served; no more can join.
+        joined_units: units of other calls that need the same bytes.
+        closing: whether joined_units are being served; no more can join.
     """
 
     key: ObjectKey
     unit: int
     outcome: asyncio.Future[Outcome]
-    followers: list[int] = field(default_factory=list)
+    joined_units: list[int] = field(default_factory=list)
     closing: bool = False
 
 
 class _PageCopy(NamedTuple):
-    sources: list[Bytes]
-    destinations: list[Bytes]
+    sources: list[ByteArray]
+    destinations: list[ByteArray]
 
 
 class PagePool:
@@ -266,7 +266,7 @@ class PagePool:
         if leader is None or leader.closing:
             table[transfer.key] = transfer
             return transfer
-        leader.followers.append(transfer.unit)
+        leader.joined_units.append(transfer.unit)
         self._joined += 1
         return leader
 
@@ -290,7 +290,9 @@ class PagePool:
             await _released(batch)
             self._settle_all(transfers, batch, self._writing)
 
-    async def _ask(self, call: _Call, transfers: list[_UnitTransfer], slots: Sequence[int]) -> BatchResult:
+    async def _ask(
+        self, call: _PoolCall, transfers: list[_UnitTransfer], slots: Sequence[int]
+    ) -> BatchResult:
         try:
             return await call([transfer.key for transfer in transfers], slots)
         except ClosedError:  # the pool was closed meanwhile
@@ -333,7 +335,9 @@ class PagePool:
         self._settle_all(transfers, batch, self._writing)
         _give_back(slots, batch, staging)
 
-    async def _deliver(self, transfers: list[_UnitTransfer], batch: BatchResult, slots: list[Bytes]) -> None:
+    async def _deliver(
+        self, transfers: list[_UnitTransfer], batch: BatchResult, slots: list[ByteArray]
+    ) -> None:
         """Copy units that were read to all units that need them.
 
         Args:
@@ -346,7 +350,7 @@ class PagePool:
             if outcome is Outcome.HIT:
                 transfer.closing = True
                 source = [slots[place]] if slots else self.memory.unit(transfer.unit)
-                units = [transfer.unit, *transfer.followers] if slots else transfer.followers
+                units = [transfer.unit, *transfer.joined_units] if slots else transfer.joined_units
                 copies += [_PageCopy(source, self.memory.unit(unit)) for unit in units]
         if copies:
             await self._port.run_blocking(partial(_copy_all, copies))
@@ -356,7 +360,7 @@ class PagePool:
         for transfer, outcome in zip(transfers, batch.outcomes, strict=True):
             _settle(transfer, outcome, table)
 
-    def _slot(self, slot: int) -> Bytes:
+    def _slot(self, slot: int) -> ByteArray:
         return np.frombuffer(self._slots.page(slot), np.uint8)[: self.memory.unit_bytes]
 
     def __repr__(self) -> str:
@@ -366,7 +370,7 @@ class PagePool:
 
 _Table: TypeAlias = dict[ObjectKey, _UnitTransfer]
 _Carry: TypeAlias = Callable[[list[_UnitTransfer]], Coroutine[Any, Any, None]]
-_Call: TypeAlias = Callable[[Sequence[ObjectKey], Sequence[int]], Coroutine[Any, Any, BatchResult]]
+_PoolCall: TypeAlias = Callable[[Sequence[ObjectKey], Sequence[int]], Coroutine[Any, Any, BatchResult]]
 _Chunk: TypeAlias = Callable[[list[_UnitTransfer], list[int], StagedSlots], Coroutine[Any, Any, None]]
 
 

@@ -38,7 +38,7 @@ class Copy:
 
     def serve(self, request: RequestState) -> Copy:
         """Keep the slots of `request` until this copy has ended; returns the copy."""
-        request.users += 1
+        request.references += 1
         self.user = request
         return self
 

@@ -179,8 +179,8 @@ class BackupPlanner:
         """Free host slots for all of `wanted` (one path, parents first); False if they do not fit, or the
         page before them is not on the host."""
         first = wanted[0]
-        ground = first.node.parent if first.component_id == FULL else first.node
-        if ground is None or ground.residency[FULL_HOST] == ABSENT:
+        host_parent = first.node.parent if first.component_id == FULL else first.node
+        if host_parent is None or host_parent.residency[FULL_HOST] == ABSENT:
             return False
         counts: Counter[SlotPlace] = Counter()
         for want in wanted:

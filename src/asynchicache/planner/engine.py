@@ -93,7 +93,7 @@ class EnginePlanner:
         for component_id, (sources, destinations) in transfers.items():
             copy.transfers += self._state.transfers(component_id, sources, destinations)
             self._loading.update((self._state.names[component_id], page) for page in destinations)
-        self.let_go(request)
+        self.unlock_prefix(request)
         return [copy.serve(request)]
 
     def _from_host(
@@ -153,7 +153,7 @@ class EnginePlanner:
             request.sources[name, Tier.HOST] += host - stored
             request.sources[name, Tier.STORAGE] += stored
 
-    def let_go(self, request: RequestState) -> None:
+    def unlock_prefix(self, request: RequestState) -> None:
         """Release what a request locks: the engine has its own copy, and pages that were published stay as
         long as the policy keeps them."""
         before, root = request.lease, self._tree.root(request.seed)
@@ -223,7 +223,7 @@ class EnginePlanner:
             return above, []
         size = tree.page_bytes
         key = memoryview(request.tokens).cast("B")[above.end * size : stop * size].tobytes()
-        end = tree.grow(above, key)
+        end = tree.add_child(above, key)
         for window in tree.windows if stop == pages else ():
             tree.cut_window(end, window.id)
         parts = _path(end, above.end)[::-1]

@@ -96,7 +96,7 @@ class LoadPlanner:
             return
         request.tail, request.tail_tokens = tail, tail.tokens
         if tail.tokens == tail.node.tail:
-            request.passed = tail.node
+            request.last_tail = tail.node
         tails.use(self._tree, tail, lease.credit)
         for node, place in tails.locks(self._tree, tail):
             self._tree.lock_for(lease.locked, node, place)

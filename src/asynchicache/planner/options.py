@@ -13,7 +13,7 @@ from asynchicache.types import PrefetchPolicy, WritePolicy
 WRITE_POLICY = WritePolicy.WRITE_THROUGH
 CLEAN_SHARE = 0.125
 
-_Wait: TypeAlias = Annotated[float, Meta(ge=0)]
+_WaitSeconds: TypeAlias = Annotated[float, Meta(ge=0)]
 
 
 class PrefetchOptions(Options, frozen=True, kw_only=True):
@@ -38,9 +38,9 @@ class PrefetchOptions(Options, frozen=True, kw_only=True):
     subject: ClassVar[str] = "prefetch "
 
     policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
-    base_seconds: _Wait = 2.0
-    seconds_per_ki_token: _Wait = 0.1
-    max_seconds: _Wait = 30.0
+    base_seconds: _WaitSeconds = 2.0
+    seconds_per_ki_token: _WaitSeconds = 0.1
+    max_seconds: _WaitSeconds = 30.0
     min_fetch_tokens: Natural = 0
     load_or_compute: bool = False
     partial_loads: bool = False

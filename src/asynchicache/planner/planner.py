@@ -225,8 +225,8 @@ class Planner:
             error: a device failure. The device may still write to the slots, so they are not reused.
         """
         request.poisoned |= error is not None
-        request.users -= 1
-        if request.users:
+        request.references -= 1
+        if request.references:
             return
         state, poisoned = self.state, request.poisoned
         state.requests.discard(request)
@@ -407,7 +407,7 @@ class Planner:
             if tail is not None and final:
                 self._give_states(request, tail, tail.end * self.state.page_size)
                 end = tail if self.backups.due(tail) else end
-            self.ends.passed(request, end, tail)
+            self.ends.set_last_tail(request, end, tail)
             if fork is not None:
                 fork.publishes = tail if tail is not None and self.backups.due(tail) else None
                 forks.append(fork)

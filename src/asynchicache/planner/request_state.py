@@ -54,8 +54,8 @@ class RequestState:
         held_back: the pool that keeps the match below the full pages in memory.
         tail: the end of the match inside a page, kept by the lease; None if it ends with a page.
         tail_tokens: tokens of it: those that are restored, once the request is loaded.
-        passed: the tail of the tree at which the sequence was last known to end.
-        outrun: earlier ones that were in use when it went on, to be dropped when the request ends.
+        last_tail: the tail of the tree at which the sequence was last known to end.
+        superseded_tails: earlier ones that were in use when it went on, to be dropped when the request ends.
         pages: device slots of the full component, one per page; the tree owns the first `borrowed`.
         borrowed: pages of the restored prefix and those published since.
         duplicates: own slots of published pages that the tree already had. They are kept until the request
@@ -85,7 +85,7 @@ class RequestState:
         epoch: of the tree, when its prefix was matched last.
         finished: the tree took its working states; it computes nothing more.
         streams: the known streams of its forwards, as a dictionary to keep their order.
-        users: the request, its copies in flight, and streams waited for; own slots are freed at zero.
+        references: the request, its copies in flight, and streams waited for; own slots are freed at zero.
     """
 
     tokens: array[int]
@@ -96,8 +96,8 @@ class RequestState:
     prompt: int = 0
     tail: Tail | None = None
     tail_tokens: int = 0
-    passed: Node | None = None
-    outrun: list[Node] = field(default_factory=list)
+    last_tail: Node | None = None
+    superseded_tails: list[Node] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     borrowed: int = 0
     duplicates: list[int] = field(default_factory=list)
@@ -127,7 +127,7 @@ class RequestState:
     finished: bool = False
     closed: bool = False
     streams: dict[Stream, None] = field(default_factory=dict)
-    users: int = 1
+    references: int = 1
 
     @property
     def prefetched(self) -> bool:

@@ -84,7 +84,7 @@ class CacheState:
             tokens, or its key.
         engine_pages: device pages of each pool that owns slots, if an engine owns them; else None.
         host_only: an engine owns the device pages, so the tree has none.
-        followers: by pool, the pools that share its slots and are copied with it.
+        slot_sharers: by pool, the pools that share its slots and are copied with it.
         free: by place, the allocator of that component and tier.
         requests, tier_copies, locked, private: all holders of locks or slots outside the tree.
         extents: the host memory that pools share, or None.
@@ -132,7 +132,7 @@ class CacheState:
         self.host_only = engine_pages is not None
         self.write_policy = write_policy
         self.names = [pool.name for pool in owners]
-        self.followers = {
+        self.slot_sharers = {
             name: [pool.name for pool in spec.pools if pool.slots_of == name] for name in self.names
         }
         self.tree = self._empty_tree(max(slots[self.names[FULL]]), eviction_policy, tails)
@@ -207,7 +207,7 @@ class CacheState:
 
     def _slot_bytes(self, name: str) -> int:
         """Bytes of a slot of a pool, with those of the pools that share it."""
-        pools = [self.spec.pool(sharing) for sharing in (name, *self.followers[name])]
+        pools = [self.spec.pool(sharing) for sharing in (name, *self.slot_sharers[name])]
         return sum(pool.slot_bytes(self.page_size) for pool in pools)
 
     def tokens_per_end(self) -> int:
@@ -425,7 +425,7 @@ class CacheState:
     def sharing(self, component_id: int) -> list[str]:
         """The pools that use a component's slots."""
         name = self.names[component_id]
-        return [name, *self.followers[name]]
+        return [name, *self.slot_sharers[name]]
 
     def transfers(self, component_id: int, sources: list[int], destinations: list[int]) -> PoolTransfers:
         """Transfers of one component: one for each pool that uses its slots."""

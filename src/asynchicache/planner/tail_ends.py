@@ -53,7 +53,7 @@ class TailPlanner:
         if tail is None:
             tail = tails.add(self._tree, node, tokens, slot, arriving=False)
         elif tail.residency[FULL_DEVICE] == ABSENT:
-            self._tree.occupy(tail, FULL_DEVICE, [slot], RESIDENT)
+            self._tree.fill_slots(tail, FULL_DEVICE, [slot], RESIDENT)
         if tail.slots_at(FULL_DEVICE) == [slot]:
             request.borrowed = node.end + 1
         # The forward that writes it may be in flight, until the request is released.
@@ -74,23 +74,23 @@ class TailPlanner:
         transfers = state.transfers(FULL, [request.pages[node.end]], slots)
         return tail, Copy(Direction.FORK, transfers, tier_copy).serve(request)
 
-    def passed(self, request: RequestState, node: Node, tail: Node | None) -> None:
+    def set_last_tail(self, request: RequestState, node: Node, tail: Node | None) -> None:
         """A sequence ends at `node` now, or at `tail` behind it; the tail where it ended before serves only
         sequences that branch off there."""
-        before = request.passed
+        before = request.last_tail
         if tail is not None:
-            request.passed = tail
+            request.last_tail = tail
         if before is None or before.parent is None or before is tail:
             return
         if (tail is None and node.end < before.end) or not self._tree.restorable(tail or node):
             return
         tails.supersede(self._tree, before)
         if not self._states and not self._drop(before):  # a page that begins with all of it is there
-            request.outrun.append(before)
+            request.superseded_tails.append(before)
 
     def release(self, request: RequestState) -> None:
         """Drop the tails that a request left behind, unless somebody used them since."""
-        for tail in request.outrun:
+        for tail in request.superseded_tails:
             if not tail.worth[FULL]:
                 self._drop(tail)
 
@@ -102,5 +102,5 @@ class TailPlanner:
         if not all(self._tree.evictable(tail, place) for place in places):
             return False
         for place in places:
-            self._state.free[place].release(self._tree.vacate(tail, place))
+            self._state.free[place].release(self._tree.clear_slots(tail, place))
         return remove_if_dead(self._tree, tail)

@@ -23,18 +23,18 @@ from asynchicache.errors import CacheError, RankError, RankLostError, StorageErr
 from asynchicache.ranks.frames import FrameReader, FrameWriter
 from asynchicache.ranks.messages import (
     REASONS,
-    Answer,
     ClearEntry,
     CloseEntry,
     CopyEntry,
     EndAnswer,
-    Entry,
     EpochEntry,
     ExistsEntry,
     FailureAnswer,
+    FollowerAnswer,
     HeartbeatAnswer,
     HeartbeatEntry,
     LateAnswer,
+    LogEntry,
     MarkEntry,
     OutcomesAnswer,
     PoolPages,
@@ -141,8 +141,8 @@ class RankFollower:
         self._now = now
         self._share = share
         self._heard = now()
-        self._reader: FrameReader[Entry] = FrameReader(incarnation, Entry)
-        self._answers: FrameWriter[Answer] = FrameWriter(incarnation)
+        self._reader: FrameReader[LogEntry] = FrameReader(incarnation, LogEntry)
+        self._answers: FrameWriter[FollowerAnswer] = FrameWriter(incarnation)
         self._held: deque[CopyEntry | MarkEntry] = deque()
         self._segment = 0  # marks that were applied
         self._allowed = 0  # copies behind this many marks may run
@@ -186,11 +186,11 @@ class RankFollower:
         if self.failure is None and not len(self._answers):
             self._answer(HeartbeatAnswer())
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: FollowerAnswer) -> None:
         self._answers.add(answer)
         self.wake()
 
-    def _take_entry(self, entry: Entry) -> None:
+    def _take_entry(self, entry: LogEntry) -> None:
         match entry:
             case CopyEntry() | MarkEntry():
                 self._held.append(entry)
@@ -286,7 +286,7 @@ class RankFollower:
 
     # The lane of storage
 
-    async def _storage_call(self, entry: Entry) -> None:
+    async def _storage_call(self, entry: LogEntry) -> None:
         match entry:
             case ReadEntry():
                 await self._move(entry.operation, entry.pages, put=False)

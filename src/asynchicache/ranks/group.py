@@ -19,8 +19,8 @@ from asynchicache.planner.prefetch import Outcomes, StorageRead
 from asynchicache.ranks.leader import Answers, RankLeader
 from asynchicache.ranks.messages import (
     REASONS,
-    Answer,
     EndAnswer,
+    FollowerAnswer,
     OutcomesAnswer,
     PoolPages,
     PresenceAnswer,
@@ -197,7 +197,7 @@ class GroupStorage(SharedStorage):
             late += [] if lingering is None else [lingering]
         return BatchResult(worst_outcomes(columns), asyncio.ensure_future(all_ended(late)) if late else None)
 
-    def _outcomes(self, rank: int, answer: Answer | None, index: int, pages: int) -> list[Outcome]:
+    def _outcomes(self, rank: int, answer: FollowerAnswer | None, index: int, pages: int) -> list[Outcome]:
         failed = [Outcome.FAILED] * pages
         if answer is None:  # the group has failed
             return failed
@@ -241,7 +241,7 @@ class GroupStorage(SharedStorage):
         await super().touch(uses)
 
 
-_NO_ANSWER: tuple[Answer | None, asyncio.Future[None] | None] = (None, None)
+_NO_ANSWER: tuple[FollowerAnswer | None, asyncio.Future[None] | None] = (None, None)
 
 
 def _pages(pool: str, digests: Sequence[bytes], slots: Sequence[int]) -> PoolPages:

@@ -17,7 +17,7 @@ from asynchicache.ranks.messages import PROTOCOL, Hello
 from asynchicache.ranks.sharing import sharing_ranks
 from asynchicache.specs import ModelSpec
 
-Slots = Mapping[str, tuple[int, int]]
+SlotCounts = Mapping[str, tuple[int, int]]
 """By pool that owns slots, its (device, host) slots."""
 
 
@@ -45,7 +45,7 @@ class Members:
         ranks: how many ranks the group has, the leader included.
     """
 
-    def __init__(self, token: str, build: Mapping[str, str], slots: Slots, ranks: int) -> None:
+    def __init__(self, token: str, build: Mapping[str, str], slots: SlotCounts, ranks: int) -> None:
         self._token = token
         self._build = build
         self._slots = slots

@@ -21,18 +21,18 @@ from asynchicache.controller.statistics import GroupStatistics, RankStatistics
 from asynchicache.errors import RankError, RankLostError, RankProtocolError
 from asynchicache.ranks.frames import FrameReader, FrameWriter
 from asynchicache.ranks.messages import (
-    Answer,
     ClearEntry,
     CloseEntry,
     CopyEntry,
     EndAnswer,
-    Entry,
     EpochEntry,
     ExistsEntry,
     FailureAnswer,
+    FollowerAnswer,
     HeartbeatAnswer,
     HeartbeatEntry,
     LateAnswer,
+    LogEntry,
     MarkEntry,
     OutcomesAnswer,
     PoolPages,
@@ -55,7 +55,7 @@ class RankAnswer(NamedTuple):
             any more, or cancelled if that will never be known.
     """
 
-    answer: Answer
+    answer: FollowerAnswer
     late: asyncio.Future[None] | None = None
 
 
@@ -88,9 +88,9 @@ class RankLeader:
         self.log_bytes = 0
         self.ranks = tuple(ranks)
         self._now = now
-        self._log: FrameWriter[Entry] = FrameWriter(incarnation)
-        self._readers: dict[int, FrameReader[Answer]] = {
-            rank: FrameReader(incarnation, Answer) for rank in ranks
+        self._log: FrameWriter[LogEntry] = FrameWriter(incarnation)
+        self._readers: dict[int, FrameReader[FollowerAnswer]] = {
+            rank: FrameReader(incarnation, FollowerAnswer) for rank in ranks
         }
         self._pending: PendingOperations[RankAnswer] = PendingOperations(ranks)
         self._late: dict[tuple[int, int], asyncio.Future[None]] = {}
@@ -117,7 +117,7 @@ class RankLeader:
         except RankProtocolError as error:
             self.fail(RankProtocolError(f"rank {rank}: {error}"), rank)
 
-    def _take_answer(self, rank: int, answer: Answer) -> None:
+    def _take_answer(self, rank: int, answer: FollowerAnswer) -> None:
         match answer:
             case HeartbeatAnswer():
                 return
@@ -180,7 +180,7 @@ class RankLeader:
 
     # The log
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: LogEntry) -> None:
         self._log.add(entry)
         self.wake()
 
@@ -244,7 +244,7 @@ class RankLeader:
         if self.failure is None:
             self._add(TouchEntry(list(pages)))
 
-    async def _ask(self, entry: Callable[[int], Entry], seconds: float) -> Answers:
+    async def _ask(self, entry: Callable[[int], LogEntry], seconds: float) -> Answers:
         if self.failure is not None:
             return {}
         answered: asyncio.Future[Answers] = asyncio.get_running_loop().create_future()

@@ -156,7 +156,7 @@ class HeartbeatEntry(msgspec.Struct, frozen=True, tag="alive", array_like=True):
     """The leader is alive. Sent when there is nothing else to send."""
 
 
-Entry: TypeAlias = (
+LogEntry: TypeAlias = (
     CopyEntry
     | MarkEntry
     | ReadEntry
@@ -226,7 +226,9 @@ class HeartbeatAnswer(msgspec.Struct, frozen=True, tag="alive", array_like=True)
     """The follower is alive. Sent when there is nothing else to send."""
 
 
-Answer: TypeAlias = EndAnswer | OutcomesAnswer | LateAnswer | PresenceAnswer | FailureAnswer | HeartbeatAnswer
+FollowerAnswer: TypeAlias = (
+    EndAnswer | OutcomesAnswer | LateAnswer | PresenceAnswer | FailureAnswer | HeartbeatAnswer
+)
 
 
 # The handshake, once, before both.

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 # The five kinds of engine call: how to make each one, and which outcomes are valid.
 
-Ask = Callable[[PoolEngine, Sequence[ObjectKey], Sequence[int]], Awaitable[object]]
+_GuardedMethod = Callable[[PoolEngine, Sequence[ObjectKey], Sequence[int]], Awaitable[object]]
 
 
 class EngineCall(NamedTuple):
@@ -63,7 +63,7 @@ class EngineCall(NamedTuple):
     """
 
     name: str
-    ask: Ask
+    ask: _GuardedMethod
     read: Callable[[Any, int], list[Outcome]]
     answers: tuple[Outcome, ...]
     refused: Outcome
@@ -86,8 +86,8 @@ class EngineCall(NamedTuple):
         if len(outcomes) != pages:
             raise StorageError(f"{len(outcomes)} outcomes for {pages} keys")
         if sum(map(outcomes.count, self.answers)) != pages:
-            strange = next(outcome for outcome in outcomes if outcome not in self.answers)
-            raise StorageError(f"{strange} is no answer to {self.name}")
+            invalid = next(outcome for outcome in outcomes if outcome not in self.answers)
+            raise StorageError(f"{invalid} is no answer to {self.name}")
 
 
 def _outcomes(answer: Iterable[Outcome], _: int) -> list[Outcome]:
@@ -106,9 +106,9 @@ def _check_bits(answers: bytes | bytearray) -> bytes | bytearray:
         StorageError: one is not, e.g. because the engine returned outcomes, which are all true.
     """
     binary = isinstance(answers, bytes | bytearray)  # checked in C
-    strange = answers.translate(None, b"\0\1") if binary else [bit for bit in answers if bit not in (0, 1)]
-    if strange:
-        raise StorageError(f"{strange[0]!r} is no answer to exists, which is 0 or 1")
+    invalid = answers.translate(None, b"\0\1") if binary else [bit for bit in answers if bit not in (0, 1)]
+    if invalid:
+        raise StorageError(f"{invalid[0]!r} is no answer to exists, which is 0 or 1")
     return answers
 
 
@@ -451,9 +451,9 @@ class GuardedPool:
             raise ClosedError(f"storage of pool {self._binding.pool!r} is closed")
         if set(map(_IDENTITY, keys)) <= self._identities:
             return
-        stranger = next(key for key in keys if _IDENTITY(key) not in self._identities)
+        foreign_key = next(key for key in keys if _IDENTITY(key) not in self._identities)
         pool, shard = self._binding.pool, self._binding.shard
-        raise UsageError(f"{stranger.text()} is no page of pool {pool!r}, shard {shard!r}")
+        raise UsageError(f"{foreign_key.text()} is no page of pool {pool!r}, shard {shard!r}")
 
     async def _call(self, kind: EngineCall, keys: Sequence[ObjectKey], slots: Sequence[int]) -> BatchResult:
         """Call the engine in batches, and return the outcomes of all pages."""

@@ -17,14 +17,14 @@ from asynchicache.ports import ThreadWorker
 _MOMENT = 20e-6
 """Seconds. With the timer's slack about 75 microseconds: enough for a thread to wake and take the GIL."""
 
-Run = Callable[[], None]
+DriverStep = Callable[[], None]
 """One piece of work, and starting the next one; a driver calls it once, without holding a lock."""
 
 
 class Driver(Protocol):
     """Runs work for one device. The device decides what may run; a driver decides when, and where."""
 
-    def lane(self, name: str) -> Callable[[Run], None]:
+    def lane(self, name: str) -> Callable[[DriverStep], None]:
         """A function by which one stream hands over its work, one piece at a time, the next when the last has
         run. It raises DeviceError if it cannot take a piece.
         """
@@ -51,13 +51,13 @@ class ThreadDriver:
     def __init__(self) -> None:
         self._threads: list[ThreadWorker] = []
 
-    def lane(self, name: str) -> Callable[[Run], None]:
+    def lane(self, name: str) -> Callable[[DriverStep], None]:
         # `ThreadWorker` allows one submitting thread at a time, and a stream hands over a piece only after
         # the last one has run.
         thread = ThreadWorker(f"stream-{name}")
         self._threads.append(thread)
 
-        def hand_over(run: Run) -> None:
+        def hand_over(run: DriverStep) -> None:
             try:
                 thread.submit(run)
             except RuntimeError as error:  # the system starts no more threads
@@ -86,13 +86,13 @@ class InlineDriver:
     """
 
     def __init__(self) -> None:
-        self._ready: deque[Run] = deque()
+        self._ready: deque[DriverStep] = deque()
         self._turn = threading.Lock()
 
-    def lane(self, name: str) -> Callable[[Run], None]:
+    def lane(self, name: str) -> Callable[[DriverStep], None]:
         return self._hand_over
 
-    def _hand_over(self, run: Run) -> None:
+    def _hand_over(self, run: DriverStep) -> None:
         self._ready.append(run)
         # Check again after releasing the lock: another thread may have added work in between.
         while self._ready and self._turn.acquire(blocking=False):
@@ -138,12 +138,12 @@ class SeededDriver:
         self._rate = 1 / mean_seconds
         self._thread = threading.get_ident()
         self._numbers = count()
-        self._pending: dict[int, tuple[float, Run]] = {}
+        self._pending: dict[int, tuple[float, DriverStep]] = {}
 
-    def lane(self, name: str) -> Callable[[Run], None]:
+    def lane(self, name: str) -> Callable[[DriverStep], None]:
         return self._hand_over
 
-    def _hand_over(self, run: Run) -> None:
+    def _hand_over(self, run: DriverStep) -> None:
         delay = self._rng.expovariate(self._rate)
         number = next(self._numbers)
         self._pending[number] = (self._loop.time() + delay, run)

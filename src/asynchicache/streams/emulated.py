@@ -12,10 +12,10 @@ from typing import TypeAlias
 
 from asynchicache.errors import ClosedError, DeviceError, RequestStateError, UsageError
 from asynchicache.streams.base import Event, Stream
-from asynchicache.streams.drivers import Driver, Run
+from asynchicache.streams.drivers import Driver, DriverStep
+from asynchicache.streams.waiter import Reached
 
 Work: TypeAlias = Callable[[], object]
-Reached: TypeAlias = Callable[[BaseException | None], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -44,15 +44,15 @@ class _Wait:
     mark: _Mark
 
 
-_Command: TypeAlias = _Launch | _Record | _Wait
+_StreamCommand: TypeAlias = _Launch | _Record | _Wait
 
 
 @dataclass(slots=True, eq=False)
 class _Lane:
     """The queue of one stream; `busy` while its last command runs, or waits for a mark."""
 
-    start: Callable[[Run], None]
-    commands: deque[_Command] = field(default_factory=deque)
+    start: Callable[[DriverStep], None]
+    commands: deque[_StreamCommand] = field(default_factory=deque)
     busy: bool = False
 
 
@@ -83,7 +83,7 @@ class _Machine:
         if self.error is not None:
             raise DeviceError(str(self.error)) from self.error
 
-    def push(self, lane: _Lane, command: _Command) -> None:
+    def push(self, lane: _Lane, command: _StreamCommand) -> None:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"device {self.name} is closed")
@@ -124,15 +124,15 @@ class _Machine:
             self._closed = True
         self._driver.close()
 
-    def _settle(self, lane: _Lane) -> list[Run]:
+    def _settle(self, lane: _Lane) -> list[DriverStep]:
         """Advance `lane` and every lane that this wakes. Not recursive, as chains may be long."""
-        acts: list[Run] = []
+        acts: list[DriverStep] = []
         ready = deque([lane])
         while ready:
             ready.extend(self._advance(ready.popleft(), acts))
         return acts
 
-    def _advance(self, lane: _Lane, acts: list[Run]) -> list[_Lane]:
+    def _advance(self, lane: _Lane, acts: list[DriverStep]) -> list[_Lane]:
         """Take commands until one has to wait; returns the lanes that became ready."""
         woken: list[_Lane] = []
         while lane.commands and not lane.busy:
@@ -147,7 +147,7 @@ class _Machine:
                     acts.append(partial(self._start, lane, partial(self._run, lane, work)))
         return woken
 
-    def _reach(self, mark: _Mark, acts: list[Run]) -> list[_Lane]:
+    def _reach(self, mark: _Mark, acts: list[DriverStep]) -> list[_Lane]:
         mark.reached = True
         acts += [partial(callback, self.error) for callback in mark.callbacks]
         woken = mark.blocked
@@ -156,7 +156,7 @@ class _Machine:
         mark.callbacks, mark.blocked = [], []
         return woken
 
-    def _start(self, lane: _Lane, run: Run) -> None:
+    def _start(self, lane: _Lane, run: DriverStep) -> None:
         try:
             lane.start(run)
         except DeviceError as error:  # no thread: the device has failed, which those who wait must learn
@@ -186,7 +186,7 @@ class _Machine:
             self.error = self.error or failure
 
 
-def _perform(acts: list[Run]) -> None:
+def _perform(acts: list[DriverStep]) -> None:
     for act in acts:
         act()
 

@@ -18,7 +18,7 @@ from asynchicache.errors import ClosedError, ConfigError, DeviceError
 from asynchicache.ports import Port
 from asynchicache.streams.base import Device, Event, Stream
 
-Release: TypeAlias = Callable[[BaseException | None], None]
+OnReached: TypeAlias = Callable[[BaseException | None], None]
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class _Entry:
     device: Device
     stream: Stream
     event: Event
-    release: Release
+    release: OnReached
     urgent: Callable[[], bool] | None
     since: float
     reached: bool = False
@@ -91,7 +91,7 @@ class CompletionReactor:
         self._warn_seconds = warn_seconds
         self._lock = threading.Lock()
         self._in_flight: dict[Stream, deque[_Entry]] = {}
-        self._told: deque[_Entry] = deque()
+        self._reported: deque[_Entry] = deque()
         self._wake_posted = False
         self._sweeping = False
         self._timer: asyncio.TimerHandle | None = None
@@ -103,7 +103,7 @@ class CompletionReactor:
         self,
         device: Device,
         stream: Stream,
-        release: Release,
+        release: OnReached,
         *,
         event: Event | None = None,
         urgent: Callable[[], bool] | None = None,
@@ -138,7 +138,7 @@ class CompletionReactor:
     def poll(self) -> None:
         """Call the releases of what is known to have run, without waiting for a wake-up; on the loop."""
         if not self._ended:
-            self._finish_told()
+            self._finish_reported()
 
     def statistics(self) -> ReactorStatistics:
         return ReactorStatistics(self._tracked, self._completed, self._wakes, self._swept)
@@ -168,7 +168,7 @@ class CompletionReactor:
     def _tell(self, entry: _Entry, error: BaseException | None) -> None:
         entry.error = error
         entry.reached = True
-        self._told.append(entry)
+        self._reported.append(entry)
         # Checked after the append: a task that waits, and `aclose`, announce themselves before they look at
         # the queue, so one of the two sees the other.
         if error is None and entry.urgent is not None and not (self._closed or entry.urgent()):
@@ -195,9 +195,9 @@ class CompletionReactor:
         self._wakes += 1
         self.poll()
 
-    def _finish_told(self) -> None:
-        for _ in range(len(self._told)):  # what is added meanwhile has posted another drain
-            self._finish_through(self._told.popleft())
+    def _finish_reported(self) -> None:
+        for _ in range(len(self._reported)):  # what is added meanwhile has posted another drain
+            self._finish_through(self._reported.popleft())
 
     def _arm(self) -> None:
         if not self._ended:
@@ -215,7 +215,7 @@ class CompletionReactor:
         """Finish everything that is complete, with or without a notification."""
         if self._ended:
             return
-        self._finish_told()
+        self._finish_reported()
         with self._lock:
             streams = [list(entries) for entries in self._in_flight.values()]
         for entries in streams:

@@ -21,7 +21,7 @@ from asynchicache.storage.protocol import (
 from asynchicache.types import Outcome
 
 Sleep = Callable[[float], Awaitable[object]]
-Move = Callable[[Sequence[ObjectKey], Sequence[int]], Awaitable[list[Outcome]]]
+EngineMethod = Callable[[Sequence[ObjectKey], Sequence[int]], Awaitable[list[Outcome]]]
 
 CALLS = ("exists", "get", "put", "delete", "touch", "clear")
 """What may go wrong, by the engine's methods."""
@@ -74,7 +74,9 @@ class _PersistentEngine:
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         return await self._again(self._engine.put, keys, slots)
 
-    async def _again(self, call: Move, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+    async def _again(
+        self, call: EngineMethod, keys: Sequence[ObjectKey], slots: Sequence[int]
+    ) -> list[Outcome]:
         outcomes = await call(keys, slots)
         for _ in range(self._attempts - 1):
             failed = [place for place, outcome in enumerate(outcomes) if outcome is Outcome.FAILED]
@@ -121,8 +123,8 @@ class _SlowEngine:
     def __init__(self, engine: PoolEngine, wait: Callable[[int], Awaitable[None]]) -> None:
         self._engine = engine
         self._wait = wait
-        self._told = touch_of(engine)
-        self.touch = self._touch if self._told is not None else None
+        self._inner_touch = touch_of(engine)
+        self.touch = self._touch if self._inner_touch is not None else None
         self.capabilities = replace(engine.capabilities, immediate=False)
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
@@ -143,8 +145,8 @@ class _SlowEngine:
 
     async def _touch(self, keys: Sequence[ObjectKey]) -> None:
         await self._wait(len(keys))
-        if self._told is not None:
-            await self._told(keys)
+        if self._inner_touch is not None:
+            await self._inner_touch(keys)
 
     async def clear(self) -> int:
         await self._wait(0)
@@ -253,7 +255,7 @@ class Faulty:
         self.release()
         await self._backend.aclose()
 
-    def strikes(self, name: str) -> bool:
+    def occurs(self, name: str) -> bool:
         """Decide whether the named fault happens now, and count it if so."""
         rate: float = getattr(self.rates, name)
         if not rate or self._chance.random() >= rate:
@@ -267,17 +269,17 @@ class Faulty:
         Raises:
             StorageError: the `raises` fault happened.
         """
-        if self.strikes("hang"):
+        if self.occurs("hang"):
             event = asyncio.Event()
             self._hanging.append(event)
             await event.wait()
-        if self.strikes("raises"):
+        if self.occurs("raises"):
             raise StorageError("made to raise")
-        return not self.strikes("fail")
+        return not self.occurs("fail")
 
     async def leave(self) -> None:
         """Apply faults after a call did its work."""
-        if self.strikes("late"):
+        if self.occurs("late"):
             await self._sleep(self._late_seconds)
 
 
@@ -287,8 +289,8 @@ class _FaultyEngine:
         self._binding = binding
         self._faults = faults
         self._stored: deque[ObjectKey] = deque(maxlen=_REMEMBERED)
-        self._told = touch_of(engine)
-        self.touch = self._touch if self._told is not None else None
+        self._inner_touch = touch_of(engine)
+        self.touch = self._touch if self._inner_touch is not None else None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -301,7 +303,7 @@ class _FaultyEngine:
             raise StorageError("made to fail; exists has no other word for it")
         found = await self._engine.exists(keys)
         await self._faults.leave()
-        return bytearray([there ^ self._faults.strikes("lie") for there in found])
+        return bytearray([there ^ self._faults.occurs("lie") for there in found])
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         if not self._concerned("get"):
@@ -325,7 +327,7 @@ class _FaultyEngine:
     async def _put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         outcomes = await self._engine.put(keys, slots)
         stored = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.STORED]
-        if dropped := [key for key in stored if self._faults.strikes("drop")]:
+        if dropped := [key for key in stored if self._faults.occurs("drop")]:
             await self._engine.delete(dropped)
         return outcomes
 
@@ -342,8 +344,8 @@ class _FaultyEngine:
         concerned = self._concerned("touch")
         if concerned and not await self._faults.enter():
             raise StorageError("made to fail; touch has no other word for it")
-        if self._told is not None:
-            await self._told(keys)
+        if self._inner_touch is not None:
+            await self._inner_touch(keys)
         if concerned:
             await self._faults.leave()
 
@@ -364,7 +366,7 @@ class _FaultyEngine:
 
     async def _some(
         self,
-        call: Move,
+        call: EngineMethod,
         keys: Sequence[ObjectKey],
         slots: Sequence[int],
     ) -> list[Outcome]:
@@ -372,7 +374,7 @@ class _FaultyEngine:
         outcomes = [Outcome.FAILED] * len(keys)
         if not await self._faults.enter():
             return outcomes
-        chosen = [place for place in range(len(keys)) if not self._faults.strikes("partial")]
+        chosen = [place for place in range(len(keys)) if not self._faults.occurs("partial")]
         done = await call([keys[place] for place in chosen], [slots[place] for place in chosen])
         for place, outcome in zip(chosen, done, strict=True):
             outcomes[place] = outcome
@@ -380,7 +382,7 @@ class _FaultyEngine:
         return outcomes
 
     async def _swap(self, read: Sequence[tuple[ObjectKey, int]]) -> None:
-        struck = [pair for pair in read if self._faults.strikes("swap")]
+        struck = [pair for pair in read if self._faults.occurs("swap")]
         if len(struck) == 1:
             await self._replace(*struck[0])
         for (_, one), (_, other) in pairwise(struck):  # rotates the pages: the first moves to the end

@@ -51,19 +51,19 @@ class Interrupted(Generic[T]):
                 result: T = end.value
                 return result
             self.suspensions += 1
-            strikes = self.suspensions == self._at
-            if strikes and not self._answered:
-                self._strike()
+            is_due = self.suspensions == self._at
+            if is_due and not self._answered:
+                self._act_now()
             try:
                 error = None
                 yield waited
-                if strikes and self._answered:
-                    self._strike()
+                if is_due and self._answered:
+                    self._act_now()
                     yield  # lets the effect of `act` reach the task before it resumes
             except asyncio.CancelledError as cancelled:
                 error = cancelled
 
-    def _strike(self) -> None:
+    def _act_now(self) -> None:
         self.struck = True
         self._act()
 

@@ -20,7 +20,7 @@ from asynchicache.hashing import DIGEST_BYTES, page_digests
 from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
+PageBytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 def _nothing_more(pool: str) -> str:
@@ -48,7 +48,7 @@ class PageTokens:
             page = b"".join(each[(end - 1) // size * size : end])
             self._tokens.setdefault(digest, page.ljust(size * DIGEST_BYTES, b"\0"))
 
-    def rows(self, digests: Sequence[bytes]) -> Bytes:
+    def rows(self, digests: Sequence[bytes]) -> PageBytes:
         """Digests of the tokens of pages, `[pages, tokens, DIGEST_BYTES]`; its own if a page is unknown."""
         tokens = [self._tokens.get(digest, digest * self._page_size) for digest in digests]
         return _rows(tokens, self._page_size * DIGEST_BYTES).reshape(-1, self._page_size, DIGEST_BYTES)
@@ -197,7 +197,7 @@ class Pattern:
         salts = _rows([sha256(name.encode()).digest() for name in names])
         self._salts = salts[:, None, self._columns]  # [layers, 1, item]
 
-    def expected(self, digests: Sequence[bytes]) -> Bytes:
+    def expected(self, digests: Sequence[bytes]) -> PageBytes:
         """Expected bytes, `[layers, pages, item]`."""
         if self._page_tokens is not None:
             return self._page_tokens.rows(digests)[None, :, self._tokens, self._columns] ^ self._salts
@@ -209,7 +209,7 @@ class _TensorBytes:
 
     def __init__(self, pattern: Pattern, tensor: torch.Tensor) -> None:
         layers, slots = tensor.shape[:2]
-        self.content: Bytes = tensor.view(torch.uint8).view(layers, slots, -1).numpy()
+        self.content: PageBytes = tensor.view(torch.uint8).view(layers, slots, -1).numpy()
         self.expected = pattern.expected
         self._token_bytes = pattern.token_bytes
         self._layers = pattern.tensor.layers
@@ -225,5 +225,5 @@ class _TensorBytes:
         return slice(bisect_left(self._layers, layer), bisect_right(self._layers, layer))
 
 
-def _rows(digests: Sequence[bytes], width: int = DIGEST_BYTES) -> Bytes:
+def _rows(digests: Sequence[bytes], width: int = DIGEST_BYTES) -> PageBytes:
     return np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), width)

@@ -16,7 +16,7 @@ import torch
 
 from asynchicache.hashing import DIGEST_BYTES
 from asynchicache.specs import ModelSpec, TensorSpec
-from asynchicache.testing.oracle import Bytes
+from asynchicache.testing.oracle import PageBytes
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
@@ -68,15 +68,15 @@ class _TokenBytes:
 
     def __init__(self, pool: str, known: TensorSpec, tensor: torch.Tensor, page_size: int) -> None:
         layers, slots = tensor.shape[:2]
-        self.content: Bytes = tensor.view(torch.uint8).view(layers, slots, page_size, -1).numpy()
+        self.content: PageBytes = tensor.view(torch.uint8).view(layers, slots, page_size, -1).numpy()
         names = [f"{pool}/{known.name}/{layer}" for layer in known.layers]
         self._columns = np.arange(self.content.shape[-1]) % DIGEST_BYTES
         self._salts = np.stack([_bytes_of([sha256(name.encode()).digest()]) for name in names])
 
-    def expected(self, digests: Sequence[bytes]) -> Bytes:
+    def expected(self, digests: Sequence[bytes]) -> PageBytes:
         """Expected bytes, `[layers, tokens, bytes of a token]`."""
         return (_bytes_of(digests)[None] ^ self._salts)[:, :, self._columns]
 
 
-def _bytes_of(digests: Sequence[bytes]) -> Bytes:
+def _bytes_of(digests: Sequence[bytes]) -> PageBytes:
     return np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), DIGEST_BYTES)

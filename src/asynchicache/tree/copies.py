@@ -136,7 +136,7 @@ def begin(tree: UnifiedRadixTree, tier: Tier, copies: Iterable[tuple[CopyRequest
     other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
     for (node, component_id), slots in copies:
         place = place_of(component_id, tier)
-        tree.occupy(node, place, slots, state)
+        tree.fill_slots(node, place, slots, state)
         _mark_pending(tier_copy, node, place)
         tier_copy.locks.append((node, place_of(component_id, other)))
         if component_id != FULL:
@@ -185,7 +185,7 @@ def finish(tree: UnifiedRadixTree, tier_copy: TierCopy, *, arrived: bool) -> dic
     for pending in tier_copy.pending.values():
         for node in pending.nodes:
             if arrived:
-                tree.settle(node, pending.place)
+                tree.mark_resident(node, pending.place)
             else:
                 _take_back(tree, node, pending.place, lost)
     tree.unlock_all(tier_copy.locks)
@@ -219,7 +219,7 @@ def _drop(tree: UnifiedRadixTree, node: Node, place: SlotPlace, lost: dict[SlotP
         user.nodes.remove(node)
         _clear_pending(node, user)
     owner = lost if user is None else user.orphans
-    owner.setdefault(place, []).extend(tree.vacate(node, place))
+    owner.setdefault(place, []).extend(tree.clear_slots(node, place))
     saved = other_tier(place)
     if node.residency[saved] == SAVING:  # from pages that are void
         _take_back(tree, node, saved, lost)

@@ -74,7 +74,7 @@ def evict(
         elif place in tree.page_places:
             _evict_window(tree, node, place, count - freed.count(place), freed)
         else:
-            _vacate(tree, node, place, freed)
+            _clear_slots(tree, node, place, freed)
     for node in spared:
         tree.refresh(node, place)
     return freed
@@ -88,8 +88,8 @@ def _may_go(node: Node, place: SlotPlace, dirty: bool) -> bool:
     return dirty or tier_of(place) is Tier.HOST or node.residency[other_tier(place)] == RESIDENT
 
 
-def _vacate(tree: UnifiedRadixTree, node: Node, place: SlotPlace, freed: Evicted) -> None:
-    freed.slots.setdefault(place, []).extend(tree.vacate(node, place))
+def _clear_slots(tree: UnifiedRadixTree, node: Node, place: SlotPlace, freed: Evicted) -> None:
+    freed.slots.setdefault(place, []).extend(tree.clear_slots(node, place))
     if node.slots[other_tier(place)] is None:
         node.dropped |= 1 << component_of(place)
 
@@ -101,7 +101,7 @@ def _evict_window(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: 
         upper = tree.split(node, wanted)
         tree.refresh(node, place)
         node = upper
-    _vacate(tree, node, place, freed)
+    _clear_slots(tree, node, place, freed)
     if node.slots[other_tier(place)] is None:
         _drop_states(tree, node, freed)
 
@@ -115,7 +115,7 @@ def _drop_states(tree: UnifiedRadixTree, node: Node, freed: Evicted) -> None:
         for tier in () if component.paged else (Tier.DEVICE, Tier.HOST):
             place = place_of(component.id, tier)
             if tree.evictable(node, place):  # not marked as dropped: it is the window that made room
-                freed.slots.setdefault(place, []).extend(tree.vacate(node, place))
+                freed.slots.setdefault(place, []).extend(tree.clear_slots(node, place))
 
 
 def _evict_full(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: int, freed: Evicted) -> None:
@@ -132,8 +132,8 @@ def _evict_full(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: in
         tree.split(node, node.pages - wanted)  # a tail is enough: `node` is the tail now
     for other in others:
         if node.slots[other] is not None:
-            _vacate(tree, node, other, freed)
-    freed.slots.setdefault(place, []).extend(tree.vacate(node, place))
+            _clear_slots(tree, node, other, freed)
+    freed.slots.setdefault(place, []).extend(tree.clear_slots(node, place))
     if remove_if_dead(tree, node):
         if not node.tail:  # part of a page: a ghost of it would be taken for a page that was asked for
             tree.policy.lost(node.end - node.pages, node.head, node.end)

@@ -5,8 +5,9 @@ nothing, `lock` returns a lease, `insert` is one transaction that reports what b
 slots whose bytes are in flight are marked as such instead of being committed early.
 
 The tree decides and counts; it never allocates, frees or copies. The caller owns the slots that the
-tree returns. Slots of a node change in `occupy`, `settle` and `vacate` only, and the structure in
-`grow`, `split`, `trim` and `remove` only: child counts, eviction queues and versions are kept there.
+tree returns. Slots of a node change in `fill_slots`, `mark_resident` and `clear_slots` only, and the
+structure in `add_child`, `split`, `trim` and `remove` only: child counts, eviction queues and versions are
+kept there.
 Copies between tiers are in `tree.copies`, eviction is in `tree.eviction`, what is lost with a node's slots in
 `tree.value`.
 
@@ -275,7 +276,7 @@ class UnifiedRadixTree:
             node = node.parent
         return node.digests is not None and self.roots.get(node.digests[0]) is node
 
-    def grow(self, parent: Node, key: bytes) -> Node:
+    def add_child(self, parent: Node, key: bytes) -> Node:
         """Add a leaf without slots; `parent` must have no child that begins with the same page."""
         head = key[: self.page_bytes]
         node = Node(parent, key, head, len(key) // self.page_bytes, self.width)
@@ -408,7 +409,7 @@ class UnifiedRadixTree:
 
     # --- slots ---
 
-    def occupy(self, node: Node, place: SlotPlace, slots: list[int], residency: int) -> None:
+    def fill_slots(self, node: Node, place: SlotPlace, slots: list[int], residency: int) -> None:
         """Fill an empty place of a node with slots."""
         node.slots[place] = slots
         node.residency[place] = residency
@@ -434,14 +435,14 @@ class UnifiedRadixTree:
         if self.watcher is not None and residency == RESIDENT and not node.tail:
             self.watcher.on_arrive(node, place)
 
-    def settle(self, node: Node, place: SlotPlace) -> None:
+    def mark_resident(self, node: Node, place: SlotPlace) -> None:
         """Mark a place as resident: its bytes have arrived."""
         node.residency[place] = RESIDENT
         self.refresh(node, place)
         if self.watcher is not None and not node.tail:
             self.watcher.on_arrive(node, place)
 
-    def vacate(self, node: Node, place: SlotPlace) -> list[int]:
+    def clear_slots(self, node: Node, place: SlotPlace) -> list[int]:
         """Empty a place of a node and return its slots; the caller owns them now."""
         slots = node.slots_at(place)
         if self.watcher is not None and node.residency[place] == RESIDENT and not node.tail:
@@ -953,13 +954,13 @@ class UnifiedRadixTree:
             start = (begin + done) * size
             child = node.children.get(view[start : start + size].tobytes())
             if child is None:
-                child = self.grow(node, view[start:end].tobytes())
+                child = self.add_child(node, view[start:end].tobytes())
             else:
                 common = self._common(child.key, view, start, end)
                 child = child if common == child.pages else self.split(child, common)
             offered = slots[done : done + child.pages]
             if child.residency[place] == ABSENT:
-                self.occupy(child, place, list(offered), RESIDENT)
+                self.fill_slots(child, place, list(offered), RESIDENT)
                 result.accepted += len(offered)
                 result.filled.append(child)
             else:
@@ -974,13 +975,13 @@ class UnifiedRadixTree:
     ) -> bool:
         """Attach a state to the end of `node`; False if it has one there: the slot stays the caller's.
 
-        `arriving`: it is still being copied; `copies.finish` will settle it.
+        `arriving`: it is still being copied; `copies.finish` marks it resident.
         """
         place = place_of(component_id, tier)
         if node.parent is None or node.residency[place] != ABSENT:
             return False
         self.touch(node, component_id)
-        self.occupy(node, place, [slot], LOADING if arriving else RESIDENT)
+        self.fill_slots(node, place, [slot], LOADING if arriving else RESIDENT)
         return True
 
     def take_pages(self, node: Node, component_id: int, tier: Tier, pages: Pages) -> dict[int, int]:
@@ -1001,7 +1002,7 @@ class UnifiedRadixTree:
             else:
                 if len(offered) < node.pages:
                     self.split(node, node.pages - len(offered))
-                self.occupy(node, place, list(offered), RESIDENT)
+                self.fill_slots(node, place, list(offered), RESIDENT)
             node = node.parent
         return refused
 

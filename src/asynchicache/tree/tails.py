@@ -119,14 +119,14 @@ def add(tree: UnifiedRadixTree, node: Node, tokens: array[int], slot: int, *, ar
         node: where the whole pages of the tokens end, on the device.
         tokens: the sequence, up to its end.
         slot: device slot of the page; it is the tree's from now on.
-        arriving: it is still being copied; `copies.finish` will settle it.
+        arriving: it is still being copied; `copies.finish` marks it resident.
     """
     rest = memoryview(tokens).cast("B")[node.end * tree.page_bytes :].tobytes()
     count = len(rest) // TOKEN_BYTES
-    tail = tree.grow(node, padded(rest, count, tree))
+    tail = tree.add_child(node, padded(rest, count, tree))
     tail.tail = count
     node.tails += 1
-    tree.occupy(tail, FULL_DEVICE, [slot], LOADING if arriving else RESIDENT)
+    tree.fill_slots(tail, FULL_DEVICE, [slot], LOADING if arriving else RESIDENT)
     return tail
 
 

@@ -37,11 +37,11 @@ class Crowd:
     """Clients of one model, who all come at once."""
 
     def __init__(
-        self, model: PreTrainedModel, options: DemoOptions, told: Callable[[Sample], object]
+        self, model: PreTrainedModel, options: DemoOptions, on_sample: Callable[[Sample], object]
     ) -> None:
         self.result = CrowdResult(options.num_visitors)
         self._model = model
-        self._told = told
+        self._on_sample = on_sample
         self._seed = options.seed
         self._chance = random.Random(options.seed)
         self._rules = self._words(_RULES)
@@ -161,7 +161,7 @@ class Crowd:
                 1000 * max(gap, 0.0),
             )
             self.result.samples.append(sample)
-            self._told(sample)
+            self._on_sample(sample)
 
     def _happened(self, what: str) -> None:
         self.result.moments.append((time.perf_counter() - self._began, what))

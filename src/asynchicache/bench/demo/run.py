@@ -24,7 +24,7 @@ from asynchicache.integrations.transformers.demo_model import build_demo_model
 from asynchicache.integrations.transformers.thread import ModelThread
 from asynchicache.specs import ModelSpec
 
-Rounds = list[list[ServedPrompt]]
+PlayedRounds = list[list[ServedPrompt]]
 """What became of every request, by round and client."""
 
 
@@ -87,11 +87,11 @@ class Stage:
         await engine.serve([self._pieces[0][0]] * self._options.num_clients, 2)
         await engine.serve([list(chain.from_iterable(self._pieces[0]))], 2)
 
-    async def play(self, mode: Mode) -> Rounds:
+    async def play(self, mode: Mode) -> PlayedRounds:
         """Play all rounds of a mode, with storage in a temporary folder."""
         rounds = range(self._options.num_rounds)
         histories: list[list[int]] = [[] for _ in range(self._options.num_clients)]
-        played: Rounds = []
+        played: PlayedRounds = []
         with tempfile.TemporaryDirectory(prefix="asynchicache-demo-") as folder:
             for span in [[number] for number in rounds] if mode.reopens else [list(rounds)]:
                 async with self._open(mode, Path(folder)) as (engine, cache):
@@ -128,7 +128,7 @@ class Stage:
         return [by_client[client] for client in range(len(histories))]
 
 
-def _judge(rounds: Rounds, reference: Rounds) -> ModeResult:
+def _judge(rounds: PlayedRounds, reference: PlayedRounds) -> ModeResult:
     equal = all(
         one.tokens == right.tokens
         for served, expected in zip(rounds, reference, strict=True)

@@ -13,7 +13,8 @@ from rich.table import Table
 from asynchicache.bench.replay.curves import render
 from asynchicache.bench.replay.options import ReplayOptions
 from asynchicache.bench.replay.report import ReplayReport
-from asynchicache.bench.replay.run import Progress, run_replay
+from asynchicache.bench.replay.run import run_replay
+from asynchicache.bench.report import Advance
 from asynchicache.bench.tables import add_figures
 
 
@@ -120,7 +121,7 @@ class Comparison:
         )
 
 
-def run_comparison(options: ReplayOptions, progress: Progress) -> Comparison:
+def run_comparison(options: ReplayOptions, progress: Advance) -> Comparison:
     """Replay a trace once for each policy and share.
 
     Raises:
@@ -151,8 +152,8 @@ def run_comparison(options: ReplayOptions, progress: Progress) -> Comparison:
     return comparison
 
 
-def _part(progress: Progress, done: int, count: int) -> Progress:
-    """Progress of one replay of several."""
+def _part(progress: Advance, done: int, count: int) -> Advance:
+    """Advance of one replay of several."""
     return lambda at, total: progress(done * total + at, count * total)
 
 

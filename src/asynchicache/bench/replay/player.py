@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from asynchicache.bench.replay.trace import Ids, Trace, TraceRequest
+from asynchicache.bench.replay.trace import Trace, TraceBlocks, TraceRequest
 from asynchicache.bench.virtual import InstantCache
 from asynchicache.errors import CapacityError
 from asynchicache.planner.planner import Planner
@@ -75,7 +75,7 @@ class Player:
         self._planner.release(state)
         return served
 
-    def _tokens(self, request: TraceRequest, blocks: Ids) -> array[int]:
+    def _tokens(self, request: TraceRequest, blocks: TraceBlocks) -> array[int]:
         ids = array("q", bytes(IDS_A_BLOCK * TOKEN_BYTES * len(blocks)))
         for offset in range(IDS_A_BLOCK):
             ids[offset::IDS_A_BLOCK] = blocks
@@ -85,7 +85,7 @@ class Player:
 
     # Computing
 
-    def _compute(self, state: RequestState, blocks: Ids) -> None:
+    def _compute(self, state: RequestState, blocks: TraceBlocks) -> None:
         """Publish the prompt, with states where the planner wants them."""
         planner = self._planner
         for stop in self._stops(state, len(blocks)):
@@ -120,7 +120,9 @@ class Player:
 
     # Counting
 
-    def _served(self, request: TraceRequest, state: RequestState, blocks: Ids, known: int) -> ReplayedRequest:
+    def _served(
+        self, request: TraceRequest, state: RequestState, blocks: TraceBlocks, known: int
+    ) -> ReplayedRequest:
         misses = self._unknown(request, known)
         for miss, lost in self._held_back(state, blocks, known):
             misses[miss] = lost * self._block_size
@@ -141,7 +143,7 @@ class Player:
             self._miss(FULL, "cold"): (whole - known) * self._block_size,
         }
 
-    def _held_back(self, state: RequestState, blocks: Ids, known: int) -> Iterator[tuple[Miss, int]]:
+    def _held_back(self, state: RequestState, blocks: TraceBlocks, known: int) -> Iterator[tuple[Miss, int]]:
         """Known blocks that were not served, by the pool that missed them."""
         hit, matched, reach = state.hit_pages, state.matched_pages, state.match.full_pages
         yield self._miss(FULL, "evicted"), known - reach

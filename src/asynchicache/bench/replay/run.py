@@ -7,7 +7,7 @@ Generated tokens are not cached, because traces do not contain them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from asynchicache.bench.replay.sizes import Sizes, plan_sizes, share_memory
 from asynchicache.bench.replay.survey import Survey, survey
 from asynchicache.bench.replay.tokens import TokenPlayer, TokenTrace
 from asynchicache.bench.replay.trace import Trace, read_trace
+from asynchicache.bench.report import Advance
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.state import CacheState
@@ -26,11 +27,8 @@ from asynchicache.testing.specs import synthetic_spec
 from asynchicache.tree.node import FULL_DEVICE, place_of
 from asynchicache.types import Tier, WritePolicy
 
-Progress = Callable[[int, int], None]
-"""Told how many requests are done, and how many there are."""
 
-
-def run_replay(options: ReplayOptions, progress: Progress) -> ReplayReport:
+def run_replay(options: ReplayOptions, progress: Advance) -> ReplayReport:
     """Replay a trace.
 
     Raises:
@@ -57,7 +55,7 @@ def run_replay(options: ReplayOptions, progress: Progress) -> ReplayReport:
 
 
 def _by_token(
-    options: ReplayOptions, trace: Trace, found: Survey, progress: Progress, begun: float
+    options: ReplayOptions, trace: Trace, found: Survey, progress: Advance, begun: float
 ) -> ReplayReport:
     """Replay with pages of another size, with outputs, or with ends inside a page."""
     size = options.page_size or trace.block_size
@@ -110,7 +108,7 @@ def _in_pages(trace: Trace, size: int, *, outputs: bool) -> Trace:
     return replace(trace, block_size=size, blocks=-(-tokens // size) + 2 * len(trace.requests))
 
 
-def _play(planner: Planner, trace: Trace, known: Iterable[int], progress: Progress) -> ReplayTally:
+def _play(planner: Planner, trace: Trace, known: Iterable[int], progress: Advance) -> ReplayTally:
     player, tally = Player(planner, trace), ReplayTally()
     for request, blocks in zip(trace.requests, known, strict=True):
         tally.add(player.serve(request, blocks))

@@ -19,7 +19,7 @@ import msgspec
 
 from asynchicache.errors import ConfigError
 
-Ids: TypeAlias = "array[int]"
+TraceBlocks: TypeAlias = "array[int]"
 Runs: TypeAlias = list[tuple[int, int]]
 """Start and count of each run of consecutive ids."""
 
@@ -43,7 +43,7 @@ class TraceRequest(NamedTuple):
     output: int = 0
     session: str | None = None
 
-    def blocks(self) -> Ids:
+    def blocks(self) -> TraceBlocks:
         """Ids of its whole blocks, in order."""
         return array("q", chain.from_iterable(range(start, start + count) for start, count in self.runs))
 

@@ -16,7 +16,7 @@ from asynchicache.bench.serve.options import ServeBenchOptions
 from asynchicache.bench.serve.plain import PlainTurn
 from asynchicache.bench.tables import add_figures, facts
 
-Rounds = list[list[ServeTurn | None]]
+ServedRounds = list[list[ServeTurn | None]]
 """Turns by round and client; None where there was no answer."""
 
 
@@ -33,9 +33,9 @@ class ServeReport:
     """
 
     options: ServeBenchOptions
-    cached: Rounds = field(default_factory=list)
-    uncached: Rounds = field(default_factory=list)
-    outage: Rounds = field(default_factory=list)
+    cached: ServedRounds = field(default_factory=list)
+    uncached: ServedRounds = field(default_factory=list)
+    outage: ServedRounds = field(default_factory=list)
     plain: list[list[PlainTurn]] = field(default_factory=list)
     rss_bytes: list[int] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -100,7 +100,7 @@ class ServeReport:
             "ratio": fmean(uncached) / fmean(cached),
         }
 
-    def _hit_rate(self, rounds: Rounds, number: int) -> float:
+    def _hit_rate(self, rounds: ServedRounds, number: int) -> float:
         tokens = self.options.num_clients * self.options.prompt(number)
         return _cached(rounds[number : number + 1]) / tokens
 
@@ -144,11 +144,11 @@ class ServeReport:
         )
 
 
-def _tokens(rounds: Rounds) -> list[list[list[int] | None]]:
+def _tokens(rounds: ServedRounds) -> list[list[list[int] | None]]:
     return [[None if turn is None else turn.tokens for turn in turns] for turns in rounds]
 
 
-def _cached(rounds: Rounds) -> int:
+def _cached(rounds: ServedRounds) -> int:
     return sum(turn.cached_tokens for turns in rounds for turn in turns if turn is not None)
 
 

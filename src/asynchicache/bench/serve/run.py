@@ -15,14 +15,13 @@ from tempfile import TemporaryDirectory
 
 import httpx
 
+from asynchicache.bench.report import Advance
 from asynchicache.bench.serve.clients import Client, ServerError, ServeTurn, questions
 from asynchicache.bench.serve.options import ServeBenchOptions
 from asynchicache.bench.serve.outages import Outage, open_outage
 from asynchicache.bench.serve.plain import plain_answers
 from asynchicache.bench.serve.report import ServeReport
 from asynchicache.bench.serve.server_process import ServerProcess, server_process
-
-Advance = Callable[[int, int], None]
 
 _SECONDS = 600.0  # a request's timeout: fifty prompts may be queued before it
 _DEVICE_SHARE = 0.5  # of the pages of all conversations

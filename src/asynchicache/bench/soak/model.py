@@ -34,7 +34,7 @@ from typing import NamedTuple
 from asynchicache.specs import ModelSpec
 
 
-class Thing(NamedTuple):
+class CachedItem(NamedTuple):
     """One pool's data of one page."""
 
     pool: str
@@ -63,39 +63,39 @@ class ModelTier:
         self._full = full
         self._pools = [pool for part in parts for pool in part.costs]
         self._part = {pool: number for number, part in enumerate(parts) for pool in part.costs}
-        self._things: list[OrderedDict[Thing, None]] = [OrderedDict() for _ in parts]
+        self._items: list[OrderedDict[CachedItem, None]] = [OrderedDict() for _ in parts]
         self._cost = [0] * len(parts)
 
-    def __contains__(self, thing: Thing) -> bool:
-        return thing in self._things[self._part[thing.pool]]
+    def __contains__(self, item: CachedItem) -> bool:
+        return item in self._items[self._part[item.pool]]
 
-    def use(self, things: Sequence[Thing]) -> None:
+    def use(self, items: Sequence[CachedItem]) -> None:
         """Add things or make them recent; the last one becomes the most recent."""
-        for thing in things:
-            number = self._part[thing.pool]
-            part = self._things[number]
-            if thing not in part:
-                self._cost[number] += self._parts[number].costs[thing.pool]
-                part[thing] = None
-            part.move_to_end(thing)
+        for item in items:
+            number = self._part[item.pool]
+            part = self._items[number]
+            if item not in part:
+                self._cost[number] += self._parts[number].costs[item.pool]
+                part[item] = None
+            part.move_to_end(item)
         for number, bound in enumerate(self._parts):
             while self._cost[number] > bound.capacity:
-                self._give_up(next(iter(self._things[number])))
+                self._lose(next(iter(self._items[number])))
 
-    def _give_up(self, thing: Thing) -> None:
-        pools = self._pools if thing.pool in self._full else [thing.pool]
+    def _lose(self, item: CachedItem) -> None:
+        pools = self._pools if item.pool in self._full else [item.pool]
         for pool in pools:
-            number, gone = self._part[pool], Thing(pool, thing.page)
-            if gone in self._things[number]:
-                del self._things[number][gone]
+            number, gone = self._part[pool], CachedItem(pool, item.page)
+            if gone in self._items[number]:
+                del self._items[number][gone]
                 self._cost[number] -= self._parts[number].costs[pool]
 
     def count(self) -> Counter[str]:
         """Number of things by pool."""
-        return Counter(thing.pool for part in self._things for thing in part)
+        return Counter(item.pool for part in self._items for item in part)
 
     def clear(self) -> None:
-        for part in self._things:
+        for part in self._items:
             part.clear()
         self._cost = [0] * len(self._parts)
 
@@ -148,9 +148,11 @@ class HitModel:
         """
         pages = self._pages(namespace, tokens, end // self._page_size)
         fresh = pages[start // self._page_size :]
-        brought = [Thing(pool, page) for page in reversed(fresh) for pool in (*self._windows, *self._full)]
+        brought = [
+            CachedItem(pool, page) for page in reversed(fresh) for pool in (*self._windows, *self._full)
+        ]
         needed = self._needs(pages)
-        self._use(brought + [thing for thing in needed if state or thing.pool not in self._states])
+        self._use(brought + [item for item in needed if state or item.pool not in self._states])
 
     def forget_memory(self) -> None:
         """The cache was closed; another one opens the store."""
@@ -165,19 +167,19 @@ class HitModel:
             names.append(name)
         return names
 
-    def _needs(self, pages: Sequence[bytes]) -> list[Thing]:
+    def _needs(self, pages: Sequence[bytes]) -> list[CachedItem]:
         """The things that a prefix of these pages needs, from the end of the path."""
-        things = [Thing(pool, page) for page in pages[-1:] for pool in self._states]
+        items = [CachedItem(pool, page) for page in pages[-1:] for pool in self._states]
         for back, page in enumerate(reversed(pages)):
-            things += [Thing(pool, page) for pool, width in self._windows.items() if back < width]
-            things += [Thing(pool, page) for pool in self._full]
-        return things
+            items += [CachedItem(pool, page) for pool, width in self._windows.items() if back < width]
+            items += [CachedItem(pool, page) for pool in self._full]
+        return items
 
     def _longest(self, pages: Sequence[bytes], tiers: Sequence[ModelTier]) -> int:
         """Length, in pages, of the longest prefix whose things are all in these tiers together."""
 
         def there(pool: str, page: bytes) -> bool:
-            return any(Thing(pool, page) in tier for tier in tiers)
+            return any(CachedItem(pool, page) in tier for tier in tiers)
 
         reach = 0
         while reach < len(pages) and all(there(pool, pages[reach]) for pool in self._full):
@@ -187,12 +189,12 @@ class HitModel:
                 return length
         return 0
 
-    def _ends(self, pages: Sequence[bytes]) -> list[Thing]:
+    def _ends(self, pages: Sequence[bytes]) -> list[CachedItem]:
         """The things that a prefix needs in pools that do not cover every page."""
-        states = [Thing(pool, page) for page in pages[-1:] for pool in self._states]
+        states = [CachedItem(pool, page) for page in pages[-1:] for pool in self._states]
         windows = self._windows.items()
-        return states + [Thing(pool, page) for pool, width in windows for page in pages[-width:]]
+        return states + [CachedItem(pool, page) for pool, width in windows for page in pages[-width:]]
 
-    def _use(self, things: Sequence[Thing]) -> None:
+    def _use(self, items: Sequence[CachedItem]) -> None:
         for tier in (self.memory, self.store):
-            tier.use(things)
+            tier.use(items)

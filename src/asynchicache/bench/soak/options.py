@@ -24,7 +24,9 @@ class SoakOptions(CommandOptions, frozen=True):
     storage: Annotated[Literal["file", "redis"], about("storage backend")] = "file"
     loop: Annotated[Literal["asyncio", "uvloop"], about("the event loop")] = "asyncio"
     clients: Annotated[Positive, about("turns served at once, each followed by the next")] = 12
-    talks: Annotated[Positive, about("conversations of each client, whose turns come in random order")] = 32
+    conversations: Annotated[
+        Positive, about("conversations of each client, whose turns come in random order")
+    ] = 32
     capacity_mib: Annotated[int, Meta(ge=8), about("MiB that storage holds")] = 32
     reopen_seconds: Annotated[FiniteSeconds, about("lifetime of one cache before another replaces it")] = 30.0
     fault_seconds: Annotated[

@@ -25,7 +25,7 @@ from asynchicache.bench.soak.watchdog import LoopWatchdog
 from asynchicache.bench.tables import facts
 from asynchicache.types import Tier
 
-_MAX_TOLD = 20
+_MAX_VIOLATIONS = 20
 
 MAX_GAP = 0.01
 """How far the hit rate may be from the model's."""
@@ -153,8 +153,8 @@ class SoakReport:
     def present(self) -> RenderableType:
         served = self.served
         table = facts(self._rows(served), f"soak: {self.storage}, {self.loop}")
-        told = [f"[red]violated:[/red] {escape(words)}" for words in self.violations[:_MAX_TOLD]]
-        return Group(table, *told)
+        violations = [f"[red]violated:[/red] {escape(words)}" for words in self.violations[:_MAX_VIOLATIONS]]
+        return Group(table, *violations)
 
     def _share(self, tokens: int) -> float:
         """Share of all prompt tokens that were hits."""

@@ -9,18 +9,19 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from asynchicache.bench.report import Advance
 from asynchicache.bench.soak.model import HitModel, SharedBound
 from asynchicache.bench.soak.options import SoakOptions
 from asynchicache.bench.soak.report import SoakReport
 from asynchicache.bench.soak.samples import ProcessSample, look
 from asynchicache.bench.soak.stores import STORES, SoakStore
-from asynchicache.bench.soak.traffic import Engine, Models, SoakCounters, Talks, soak_spec
+from asynchicache.bench.soak.traffic import ConversationPool, Engine, Models, SoakCounters, soak_spec
 from asynchicache.bench.soak.watchdog import LoopWatchdog
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions
@@ -36,8 +37,6 @@ HANG_SECONDS = 60.0
 _CACHES = 2  # at least: one is closed while idle, one while busy
 _LEAST_SECONDS = 0.5
 _ABANDONED = 0.05
-
-Advance = Callable[[int, int], None]
 
 
 async def run_soak(options: SoakOptions, advance: Advance) -> SoakReport:
@@ -106,7 +105,7 @@ class Soak:
         self._store = store
         self._chance = chance
         self._advance = advance
-        self._talks = Talks(chance, options.clients * options.talks)
+        self._conversations = ConversationPool(chance, options.clients * options.conversations)
         self._served = SoakCounters(self._models(bounds))
         self._samples: list[ProcessSample] = []
         self._happened: Counter[str] = Counter()
@@ -235,11 +234,11 @@ class Soak:
     async def _client(self, engine: Engine, stop: asyncio.Event) -> None:
         """Serve one turn after the other; abandon some midway."""
         while not stop.is_set():
-            talk, answer = self._talks.take(), self._talks.answer()
+            conversation, answer = self._conversations.take(), self._conversations.answer()
             try:
                 patience = self._chance.uniform(0, 0.1) if self._chance.random() < _ABANDONED else None
                 async with asyncio.timeout(patience):
-                    await engine.serve(talk, answer)
+                    await engine.serve(conversation, answer)
             except TimeoutError:
                 self._served.abandoned += 1
             except CapacityError:  # all requests waited for each other, and this one was refused
@@ -247,7 +246,7 @@ class Soak:
             except ClosedError:
                 return
             finally:
-                self._talks.give_back(talk)
+                self._conversations.give_back(conversation)
 
     async def _operate(self, cache: HybridCache, stop: asyncio.Event) -> None:
         """Inject storage faults and operator actions."""
@@ -259,11 +258,11 @@ class Soak:
 
     async def _disturb(self, cache: HybridCache) -> None:
         own = {"reattach": self._reattach, "flush": HybridCache.flush, "clear": HybridCache.clear_storage}
-        deeds = {**self._store.faults, **own}
-        name = self._chance.choices(list(deeds), [8] * len(self._store.faults) + [4, 2, 1])[0]
+        actions = {**self._store.faults, **own}
+        name = self._chance.choices(list(actions), [8] * len(self._store.faults) + [4, 2, 1])[0]
         self._happened[name] += 1
         with suppress(StorageError, UsageError):
-            await deeds[name](cache)
+            await actions[name](cache)
 
     async def _reattach(self, cache: HybridCache) -> None:
         await cache.detach_storage()

@@ -97,14 +97,14 @@ class SoakCounters:
 
 
 @dataclass(slots=True, eq=False)
-class Talk:
+class SoakConversation:
     """One conversation: its namespace, and its tokens so far."""
 
     tenant: str
     tokens: array[int]
 
 
-class Talks:
+class ConversationPool:
     """Conversations that wait for their next turn. They have various lengths, and some share a beginning. A
     new conversation replaces one that became too long."""
 
@@ -112,28 +112,28 @@ class Talks:
         self._chance = chance
         self._begins = [self._ids(10 * PAGE) for _ in range(4)]
         self._waiting = deque(self._new() for _ in range(count))
-        for talk in self._waiting:  # start with mixed lengths, as in the steady state
-            talk.tokens.extend(self._ids(chance.randrange(LONGEST - len(talk.tokens))))
+        for conversation in self._waiting:  # start with mixed lengths, as in the steady state
+            conversation.tokens.extend(self._ids(chance.randrange(LONGEST - len(conversation.tokens))))
 
     def _ids(self, count: int) -> array[int]:
         return array("q", (self._chance.randrange(VOCABULARY) for _ in range(count)))
 
-    def _new(self) -> Talk:
-        return Talk(self._chance.choice(("one", "two")), self._chance.choice(self._begins)[:])
+    def _new(self) -> SoakConversation:
+        return SoakConversation(self._chance.choice(("one", "two")), self._chance.choice(self._begins)[:])
 
-    def take(self) -> Talk:
+    def take(self) -> SoakConversation:
         """A conversation that is not being served, and its user's next tokens."""
         self._waiting.rotate(self._chance.randrange(len(self._waiting)))
-        talk = self._waiting.popleft()
-        talk.tokens.extend(self._ids(self._chance.randrange(8, 40)))
-        return talk
+        conversation = self._waiting.popleft()
+        conversation.tokens.extend(self._ids(self._chance.randrange(8, 40)))
+        return conversation
 
     def answer(self) -> array[int]:
         """Random tokens in place of generated ones."""
         return self._ids(self._chance.randrange(8, 40))
 
-    def give_back(self, talk: Talk) -> None:
-        self._waiting.append(talk if len(talk.tokens) < LONGEST else self._new())
+    def give_back(self, conversation: SoakConversation) -> None:
+        self._waiting.append(conversation if len(conversation.tokens) < LONGEST else self._new())
 
 
 class Engine:
@@ -148,13 +148,13 @@ class Engine:
         self._stream = cache.device.stream("compute")
         self._loop = asyncio.get_running_loop()
 
-    async def serve(self, talk: Talk, answer: array[int]) -> None:
+    async def serve(self, conversation: SoakConversation, answer: array[int]) -> None:
         """Serve one turn: restore, prefill, decode, publish."""
-        request = self._cache.request(talk.tokens, namespace=talk.tenant)
+        request = self._cache.request(conversation.tokens, namespace=conversation.tenant)
         async with request:
             try:
-                await self._restore(request, talk)
-                turn = _SoakTurn(self, request, talk.tenant)
+                await self._restore(request, conversation)
+                turn = _SoakTurn(self, request, conversation.tenant)
                 await turn.prefill()
                 await turn.decode(answer)
                 await self._computed()
@@ -172,14 +172,14 @@ class Engine:
             return False
         return True
 
-    async def _restore(self, request: Request, talk: Talk) -> None:
+    async def _restore(self, request: Request, conversation: SoakConversation) -> None:
         await request.prefetch()
         await request.admit()
         await self.follow(request.load())
-        self._served.prompt_tokens += len(talk.tokens)
+        self._served.prompt_tokens += len(conversation.tokens)
         self._served.hit_tokens.update(request.hit.by_tier)
         models = self._served.models
-        expected = {model: model.request(talk.tenant, talk.tokens) for model in models.all()}
+        expected = {model: model.request(conversation.tenant, conversation.tokens) for model in models.all()}
         short = expected[models.judged] - request.hit.tokens
         if short > 0:
             self._served.short[request.hit.reason.value] += short

@@ -14,7 +14,7 @@ from asynchicache.errors import ConfigError
 _STORE = "store"
 _MAX_VIEWS = 1000  # IOV_MAX is 1,024 on Linux
 
-Io = Callable[[int, list[memoryview], int], int]
+_PlainIo = Callable[[int, list[memoryview], int], int]
 
 
 class RawFileLimit:
@@ -64,7 +64,7 @@ class RawFileLimit:
         for descriptor in self._move(os.pwritev, indices):
             os.fdatasync(descriptor)
 
-    def _move(self, io: Io, indices: Sequence[int]) -> set[int]:
+    def _move(self, io: _PlainIo, indices: Sequence[int]) -> set[int]:
         """Move pages; return the descriptors of the files used."""
         used = set()
         for run in neighbours(sorted(indices), self._shape.slots):

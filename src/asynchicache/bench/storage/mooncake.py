@@ -13,7 +13,7 @@ from asynchicache.backends.mooncake.slots import address_of
 from asynchicache.bench.storage.limits import Peer, PlainClient, Setup
 from asynchicache.errors import ConfigError, StorageError
 
-Move = Callable[[list[str], list[int], list[int]], list[int]]
+_MooncakeCall = Callable[[list[str], list[int], list[int]], list[int]]
 
 
 class DirectLimit:
@@ -66,7 +66,7 @@ class DirectLimit:
             self._turns[index] += 1
         self._move(self._store.batch_put_from, indices, 0)
 
-    def _move(self, move: Move, indices: Sequence[int], expected: int) -> None:
+    def _move(self, move: _MooncakeCall, indices: Sequence[int], expected: int) -> None:
         size = self._setup.page_bytes
         pointers = [self._base + index * size for index in indices]
         codes = move(self._names(indices), pointers, [size] * len(pointers))

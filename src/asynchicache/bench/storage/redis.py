@@ -14,7 +14,7 @@ from asynchicache.errors import ConfigError, StorageError
 _CONNECTIONS = 4  # as many as the engine has by default
 _FULL = 0.95  # of `maxmemory`: a server that evicts stays a value or two below it
 
-Move = Callable[[Any, Mapping[str, memoryview]], Awaitable[None]]
+_RedisCall = Callable[[Any, Mapping[str, memoryview]], Awaitable[None]]
 """Moves pages, by key, from or to their memory with a `redis.asyncio.Redis`."""
 
 
@@ -29,8 +29,8 @@ class Idiom(NamedTuple):
 
     name: str
     title: str
-    put: Move
-    get: Move
+    put: _RedisCall
+    get: _RedisCall
 
 
 async def _put_pipelined(client: Any, pages: Mapping[str, memoryview]) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from asynchicache.bench.report import Advance
 from asynchicache.bench.rounds import there_and_back
 from asynchicache.bench.storage.controller import POOL, ControllerBench, open_controller_bench
 from asynchicache.bench.storage.limits import Peer, PlainClient, Setup, as_given
@@ -33,9 +34,8 @@ _PATIENCE = PoolLimits(deadline=120.0)
 _EXISTS_KEYS = 100_000
 _EXISTS_BATCH = 1000
 
-Move = Callable[[Sequence[int]], Awaitable[object]]
-Advance = Callable[[int, int], None]
-Samples = defaultdict[str, list[RoundSample]]
+PageCall = Callable[[Sequence[int]], Awaitable[object]]
+RoundSamples = defaultdict[str, list[RoundSample]]
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,7 @@ class StorageBench:
         keys = [self.keys[index] for index in indices]
         _expect(Outcome.HIT, (await self.pool.get(keys, indices)).outcomes)
 
-    async def sweep(self, move: Move, order: Sequence[int]) -> RoundSample:
+    async def sweep(self, move: PageCall, order: Sequence[int]) -> RoundSample:
         """Move every page once, in batches, with a fixed number in flight."""
         step = self.options.batch_pages
         batches = iter([order[start : start + step] for start in range(0, len(order), step)])
@@ -116,7 +116,7 @@ class StorageBench:
             await side.clear()
 
 
-async def _drain(move: Move, batches: Iterator[Sequence[int]]) -> None:
+async def _drain(move: PageCall, batches: Iterator[Sequence[int]]) -> None:
     for batch in batches:
         await move(batch)
 
@@ -154,7 +154,7 @@ async def run_storage(options: StorageBenchOptions, advance: Advance) -> Storage
 async def _round(bench: StorageBench, *, measured: bool) -> None:
     """Run engine and limits in order and in reverse order; each deletes its pages before the next starts."""
     sides: list[tuple[str, StorageBench | PlainClient]] = [("engine", bench), *bench.limits.items()]
-    samples: Samples = defaultdict(list)
+    samples: RoundSamples = defaultdict(list)
     for name, side in there_and_back(sides):
         if side is bench:
             bench.begin_turn()
@@ -166,7 +166,9 @@ async def _round(bench: StorageBench, *, measured: bool) -> None:
         bench.report.add(samples)
 
 
-async def _turn(bench: StorageBench, name: str, side: StorageBench | PlainClient, samples: Samples) -> None:
+async def _turn(
+    bench: StorageBench, name: str, side: StorageBench | PlainClient, samples: RoundSamples
+) -> None:
     """Write and read all pages in order; engine and limit also read them in random order."""
     in_order = range(bench.options.pages)
     samples[f"{name} put"].append(await bench.sweep(side.put, in_order))
@@ -210,7 +212,7 @@ async def _through_controller(bench: StorageBench) -> None:
         sides: list[ControllerBench | PlainClient] = [controller]
         sides += [limits["limit"]] if "limit" in limits else []
         for number in range(options.rounds + 1):
-            samples: Samples = defaultdict(list)
+            samples: RoundSamples = defaultdict(list)
             for turn, side in enumerate(there_and_back(sides), 2 * len(sides) * number):
                 await _controller_turn(bench, side, turn, samples)
             if number:
@@ -218,7 +220,7 @@ async def _through_controller(bench: StorageBench) -> None:
 
 
 async def _controller_turn(
-    bench: StorageBench, side: ControllerBench | PlainClient, turn: int, samples: Samples
+    bench: StorageBench, side: ControllerBench | PlainClient, turn: int, samples: RoundSamples
 ) -> None:
     if isinstance(side, ControllerBench):
         samples["controller put"].append(await side.put(turn))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Sequence
 
-from asynchicache.integrations.serve.replies import FinishReason, Usage
+from asynchicache.integrations.serve.replies import ApiFinishReason, Usage
 from asynchicache.integrations.serve.stops import StopStrings
 from asynchicache.integrations.serve.tokenizers import Detokenizer
 from asynchicache.integrations.transformers.generation import Generation
@@ -55,7 +55,7 @@ class Answer:
         yield self._stops.push(self._detokenizer.finish()) + self._stops.finish()
 
     @property
-    def finish_reason(self) -> FinishReason:
+    def finish_reason(self) -> ApiFinishReason:
         """`stop` for a stop token or stop string, `length` if the answer reached its limit."""
         return "stop" if self._stops.found or self._generation.finish_reason == "stop" else "length"
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-FinishReason: TypeAlias = Literal["stop", "length"]
+ApiFinishReason: TypeAlias = Literal["stop", "length"]
 Body: TypeAlias = dict[str, Any]
 
 STREAM_END = b"data: [DONE]\n\n"
@@ -56,7 +56,7 @@ class Reply:
     WHOLE: ClassVar[str]
     CHUNK: ClassVar[str]
 
-    def whole(self, text: str, reason: FinishReason, usage: Usage) -> bytes:
+    def whole(self, text: str, reason: ApiFinishReason, usage: Usage) -> bytes:
         """Return the body of a reply that is not streamed."""
         body = self._body(self.WHOLE, [self._choice(self._full(text), reason)])
         return msgspec.json.encode(body | {"usage": usage.as_json()})
@@ -69,7 +69,7 @@ class Reply:
         """Return a chunk of text."""
         return self._chunk([self._choice(self._part(text), None)])
 
-    def closing(self, reason: FinishReason) -> bytes:
+    def closing(self, reason: ApiFinishReason) -> bytes:
         """Return the chunk with the finish reason."""
         return self._chunk([self._choice(self._part(""), reason)])
 
@@ -83,7 +83,7 @@ class Reply:
     def _part(self, text: str) -> Body:
         return {"text": text}
 
-    def _choice(self, content: Body, reason: FinishReason | None) -> Body:
+    def _choice(self, content: Body, reason: ApiFinishReason | None) -> Body:
         return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
 
     def _chunk(self, choices: list[Body], usage: Usage | None = None) -> bytes:

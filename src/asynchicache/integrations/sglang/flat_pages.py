@@ -11,7 +11,7 @@ import torch
 
 from asynchicache.errors import UsageError
 from asynchicache.integrations.bridge import LoopBridge
-from asynchicache.integrations.page_memory import Bytes, PageMemory
+from asynchicache.integrations.page_memory import ByteArray, PageMemory
 from asynchicache.integrations.page_pool import PagePool
 from asynchicache.pools.slabs import Slab
 from asynchicache.types import Outcome
@@ -61,14 +61,16 @@ class FlatPages:
         with self._writes:
             return self._in_batches(keys, values, self._put)
 
-    def _in_batches(self, keys: Sequence[str], tensors: Sequence[torch.Tensor], move: _Move) -> list[bool]:
+    def _in_batches(
+        self, keys: Sequence[str], tensors: Sequence[torch.Tensor], move: _FlatCall
+    ) -> list[bool]:
         done: list[bool] = []
         for start in range(0, len(keys), SCRATCH_PAGES):
             views = [self._view(tensor) for tensor in tensors[start : start + SCRATCH_PAGES]]
             done += move(keys[start : start + SCRATCH_PAGES], views)
         return done
 
-    def _get(self, keys: Sequence[str], views: Sequence[Bytes]) -> list[bool]:
+    def _get(self, keys: Sequence[str], views: Sequence[ByteArray]) -> list[bool]:
         nbytes = len(keys) * self.page_bytes
         outcomes = self._bridge.call(self.pool.get(keys, range(len(keys))), nbytes=nbytes)
         for page, (view, outcome) in enumerate(zip(views, outcomes, strict=True)):
@@ -76,7 +78,7 @@ class FlatPages:
                 np.copyto(view, self.pool.memory.unit(page)[0])
         return [outcome is Outcome.HIT for outcome in outcomes]
 
-    def _put(self, keys: Sequence[str], views: Sequence[Bytes]) -> list[bool]:
+    def _put(self, keys: Sequence[str], views: Sequence[ByteArray]) -> list[bool]:
         pages = range(SCRATCH_PAGES, SCRATCH_PAGES + len(keys))
         for page, view in zip(pages, views, strict=True):
             np.copyto(self.pool.memory.unit(page)[0], view)
@@ -84,15 +86,15 @@ class FlatPages:
         outcomes = self._bridge.call(self.pool.put(keys, pages), nbytes=nbytes)
         return [outcome in _STORED for outcome in outcomes]
 
-    def _view(self, tensor: Any) -> Bytes:
+    def _view(self, tensor: Any) -> ByteArray:
         if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise UsageError(
                 f"a page is given as {type(tensor).__name__}; a contiguous host tensor is needed"
             )
-        view: Bytes = tensor.detach().view(torch.uint8).reshape(-1).numpy()
+        view: ByteArray = tensor.detach().view(torch.uint8).reshape(-1).numpy()
         if view.nbytes != self.page_bytes:
             raise UsageError(f"a page of {view.nbytes} bytes; this pool's have {self.page_bytes}")
         return view
 
 
-_Move = Callable[[Sequence[str], Sequence[Bytes]], list[bool]]
+_FlatCall = Callable[[Sequence[str], Sequence[ByteArray]], list[bool]]

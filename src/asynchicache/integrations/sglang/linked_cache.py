@@ -19,7 +19,7 @@ from asynchicache.transfer.ticket import Ticket
 
 logger = logging.getLogger(__name__)
 
-NamedPages = Mapping[str, Sequence[int]]
+HashedPages = Mapping[str, Sequence[int]]
 """By pool, the engine's pages for the last pages of a prefix, in order."""
 
 
@@ -36,7 +36,7 @@ STEPS_KEPT = 2
 
 @dataclass(slots=True, eq=False)
 class _Promise:
-    """What a waiting request was told.
+    """What a lookup promised a waiting request.
 
     Attributes:
         request: locks the pages.
@@ -151,7 +151,7 @@ class LinkedCache:
         if promise is not None:
             promise.request.close()
 
-    async def load(self, rid: str, pages: int, into: NamedPages) -> Ticket:
+    async def load(self, rid: str, pages: int, into: HashedPages) -> Ticket:
         """Copy the last pages of a claimed prefix to the engine's pages.
 
         Args:
@@ -173,7 +173,7 @@ class LinkedCache:
             self.drop(rid)
 
     async def back_up(
-        self, keys: Sequence[bytes], named: Callable[[], NamedPages], ready: Sequence[SynchronizableEvent]
+        self, keys: Sequence[bytes], named: Callable[[], HashedPages], ready: Sequence[SynchronizableEvent]
     ) -> bool:
         """Copy what host memory lacks of a prefix from the engine's pages; storage follows.
 
@@ -215,7 +215,7 @@ class LinkedCache:
         await self.cache.aclose()
 
 
-def _named_after(events: Sequence[SynchronizableEvent], named: Callable[[], NamedPages]) -> NamedPages:
+def _named_after(events: Sequence[SynchronizableEvent], named: Callable[[], HashedPages]) -> HashedPages:
     for event in events:
         event.synchronize()
     return named()

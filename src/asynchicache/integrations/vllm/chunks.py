@@ -16,7 +16,7 @@ from asynchicache.integrations.page_pool import PagePool, PagePoolStatistics
 from asynchicache.integrations.page_store import PageStore
 from asynchicache.integrations.vllm.hints import GROUP_BYTES
 from asynchicache.integrations.vllm.options import TierOptions, group_identity, group_pool
-from asynchicache.integrations.vllm.rows import GroupRuns, Run, chunk_runs, merged
+from asynchicache.integrations.vllm.rows import GroupRuns, MemoryRun, chunk_runs, merged
 from asynchicache.types import Outcome
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class ChunkStore:
         return result
 
 
-def _memory(rows: memoryview, runs: Sequence[Run] | None) -> PageMemory:
+def _memory(rows: memoryview, runs: Sequence[MemoryRun] | None) -> PageMemory:
     """Return the bytes of a group's chunks in the rows."""
     if runs is None:
         return PageMemory.of_view(rows)

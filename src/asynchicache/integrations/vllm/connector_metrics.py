@@ -40,14 +40,14 @@ FAMILIES = (
 )
 """All are counters; vLLM's registry adds `_total`."""
 
-Sample = tuple[str, list[str], float]
+MetricSample = tuple[str, list[str], float]
 
 
 class ConnectorStats(KVConnectorStats):
     """Increases of counters, as `data["samples"]`: name, labels, value."""
 
     @classmethod
-    def of(cls, samples: Iterable[Sample]) -> Self:
+    def of(cls, samples: Iterable[MetricSample]) -> Self:
         return cls(data={"samples": [list(sample) for sample in samples]})
 
     def reset(self) -> None:
@@ -70,7 +70,7 @@ class ConnectorStats(KVConnectorStats):
         return not self.data.get("samples")
 
 
-def _samples(data: dict[str, Any]) -> Iterator[Sample]:
+def _samples(data: dict[str, Any]) -> Iterator[MetricSample]:
     for name, labels, value in data.get("samples", ()):
         yield name, list(labels), value
 
@@ -91,7 +91,7 @@ class StatisticsDeltas:
         return ConnectorStats.of(samples)
 
 
-def _totals(statistics: CacheStatistics) -> Iterator[Sample]:
+def _totals(statistics: CacheStatistics) -> Iterator[MetricSample]:
     served, planner = statistics.served, statistics.planner
     for reason in MissReason:
         yield "requests", [reason.value], served.reasons[reason]
@@ -109,7 +109,7 @@ def _totals(statistics: CacheStatistics) -> Iterator[Sample]:
             yield from _call_totals(pool, op, call)
 
 
-def _call_totals(pool: str, op: str, call: CallStatistics) -> Iterator[Sample]:
+def _call_totals(pool: str, op: str, call: CallStatistics) -> Iterator[MetricSample]:
     for outcome, blocks in call.outcomes.items():
         yield "storage_blocks", [pool, op, outcome.value], blocks
     yield "storage_bytes", [pool, op], call.bytes

@@ -74,10 +74,10 @@ def _from_options(asked: Any, groups: Collection[int]) -> RequestHints:
     prefetch = asked.get("prefetch")
     keys = _keys(prefetch, groups) if prefetch is not None else ()
     cache = _cache_hint(asked["cache_hint"]) if "cache_hint" in asked else None
-    strange = len(asked) - len(known) - (bool(keys) if prefetch is not None else 0) - (cache is not None)
-    if strange:
-        logger.debug("hints %r: %d of them mean nothing here", asked, strange)
-    return RequestHints(**known, prefetch=keys, cache=cache or NO_HINT, ignored=strange)
+    unknown = len(asked) - len(known) - (bool(keys) if prefetch is not None else 0) - (cache is not None)
+    if unknown:
+        logger.debug("hints %r: %d of them mean nothing here", asked, unknown)
+    return RequestHints(**known, prefetch=keys, cache=cache or NO_HINT, ignored=unknown)
 
 
 def _cache_hint(fields: Any) -> CacheHint | None:

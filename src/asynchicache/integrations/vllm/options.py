@@ -8,7 +8,7 @@ from typing import Any
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.page_store import PageIdentity, PageStoreConfig
 from asynchicache.integrations.vllm.idle import IDLE_WAIT_MS, WaitMs
-from asynchicache.integrations.vllm.rows import Run
+from asynchicache.integrations.vllm.rows import MemoryRun
 from asynchicache.integrations.vllm.seam import Locality
 from asynchicache.options import Positive, Seconds
 
@@ -67,7 +67,7 @@ def group_pool(group_id: int) -> str:
 
 
 def group_identity(
-    config: Any, group: Any, options: TierOptions, runs: Sequence[Run] | None = None
+    config: Any, group: Any, options: TierOptions, runs: Sequence[MemoryRun] | None = None
 ) -> PageIdentity:
     """Return the identity of one group's chunks.
 

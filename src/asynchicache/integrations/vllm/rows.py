@@ -24,14 +24,14 @@ SPEC = '"spec_name": "AsynchicacheTieringSpec", "spec_module_path": "asynchicach
 _OR_WHOLE = "or store such bytes, with whole_rows set to true in the tier's options"
 
 
-class Run(NamedTuple):
+class MemoryRun(NamedTuple):
     """A byte range of a row."""
 
     offset: int
     nbytes: int
 
 
-GroupRuns: TypeAlias = dict[int, tuple[Run, ...]]
+GroupRuns: TypeAlias = dict[int, tuple[MemoryRun, ...]]
 """Runs by group number, in the order in which they are stored."""
 
 
@@ -80,7 +80,7 @@ def _group_runs(
             return None
         runs[group.group_id] = tuple(
             dict.fromkeys(
-                Run(starts[ref.tensor_idx] + block * sizes[ref.tensor_idx], used(ref))
+                MemoryRun(starts[ref.tensor_idx] + block * sizes[ref.tensor_idx], used(ref))
                 for ref in refs
                 for block in range(blocks)
             )
@@ -90,7 +90,7 @@ def _group_runs(
 
 def join(workers: Iterable[GroupRuns | None]) -> GroupRuns | None:
     """Join the runs of all workers, in rank order; None if one of them is None."""
-    joined: dict[int, list[Run]] = {}
+    joined: dict[int, list[MemoryRun]] = {}
     for runs in workers:
         if runs is None:
             return None
@@ -101,7 +101,7 @@ def join(workers: Iterable[GroupRuns | None]) -> GroupRuns | None:
 
 def chunk_runs(
     config: Any, known: GroupRuns | None, *, whole_rows: bool
-) -> Mapping[int, tuple[Run, ...] | None]:
+) -> Mapping[int, tuple[MemoryRun, ...] | None]:
     """Return the runs to store for each group; None means the whole row.
 
     A row is stored whole if no other group writes to the rest of it; this saves a copy.
@@ -114,7 +114,7 @@ def chunk_runs(
     Raises:
         ConfigError: rows hold bytes of other chunks at unknown offsets; names the fix.
     """
-    whole: dict[int, tuple[Run, ...] | None] = {group.group_id: None for group in config.groups}
+    whole: dict[int, tuple[MemoryRun, ...] | None] = {group.group_id: None for group in config.groups}
     if whole_rows:
         return whole
     _check_blocks(config)
@@ -145,7 +145,7 @@ def _check_blocks(config: Any) -> None:
         )
 
 
-def _covered(runs: Iterable[Run]) -> list[tuple[int, int]]:
+def _covered(runs: Iterable[MemoryRun]) -> list[tuple[int, int]]:
     """Merge runs into disjoint `(start, end)` ranges that are not adjacent."""
     ranges: list[tuple[int, int]] = []
     for start, nbytes in sorted(runs):
@@ -156,12 +156,12 @@ def _covered(runs: Iterable[Run]) -> list[tuple[int, int]]:
     return ranges
 
 
-def merged(runs: Sequence[Run]) -> list[Run]:
+def merged(runs: Sequence[MemoryRun]) -> list[MemoryRun]:
     """Join consecutive runs that are adjacent; the order of bytes stays the same."""
-    few: list[Run] = []
+    few: list[MemoryRun] = []
     for run in runs:
         if few and few[-1].offset + few[-1].nbytes == run.offset:
-            few[-1] = Run(few[-1].offset, few[-1].nbytes + run.nbytes)
+            few[-1] = MemoryRun(few[-1].offset, few[-1].nbytes + run.nbytes)
         else:
             few.append(run)
     return few
@@ -208,7 +208,7 @@ def ask(engine: str, rank: int) -> GroupRuns | None:
         ) from error
     if found is None:
         return None
-    return {group: tuple(Run(*run) for run in runs) for group, runs in found.items()}
+    return {group: tuple(MemoryRun(*run) for run in runs) for group, runs in found.items()}
 
 
 def _place(engine: str, rank: int) -> Path:

@@ -104,8 +104,8 @@ class AsynchicacheTier(SecondaryTierManager):
         self._bridge = LoopBridge(name="asynchicache-vllm", max_bytes=chosen.store_bytes)
         self._idle = IdleWait(self._bridge, chosen.idle_wait_ms)
         try:
-            told = getattr(offloading_spec, "group_runs", lambda: None)
-            self._chunks = self._bridge.call(ChunkStore.open(chosen, config, primary_kv_view, told()))
+            group_runs = getattr(offloading_spec, "group_runs", lambda: None)
+            self._chunks = self._bridge.call(ChunkStore.open(chosen, config, primary_kv_view, group_runs()))
         except BaseException:
             self._bridge.close(0)
             raise

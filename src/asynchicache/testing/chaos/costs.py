@@ -10,7 +10,7 @@ from asynchicache.testing.chaos.calls import Call
 from asynchicache.testing.chaos.ledger import Ledger
 from asynchicache.types import Outcome
 
-Page: TypeAlias = tuple[str, bytes]
+PageName: TypeAlias = tuple[str, bytes]
 """Pool and digest."""
 
 KINDS = (
@@ -55,12 +55,12 @@ class CostOracle:
         self._calm = calm
         self._waiting = waiting
         self._there = there
-        self._known: set[Page] = set()
-        self._written: set[Page] = set()
+        self._known: set[PageName] = set()
+        self._written: set[PageName] = set()
         self._gaps = 0
         self._gaps_before: dict[Call, int] = {}  # by write in flight, the gaps when it began
-        self._answered: dict[Page, float] = {}
-        self._had: set[Page] = set()
+        self._answered: dict[PageName, float] = {}
+        self._had: set[PageName] = set()
 
     def knows(self, pool: str, digest: bytes) -> bool:
         """Whether the cache has read or written a page, and neither storage nor memory lost it since."""
@@ -125,12 +125,12 @@ class CostOracle:
             self._had.difference_update(pages)
             self._had.update(self._held(pages))
 
-    def _held(self, pages: Sequence[Page]) -> list[Page]:
+    def _held(self, pages: Sequence[PageName]) -> list[PageName]:
         """The pages, all of one pool, that are in memory."""
         there = self._there(pages[0][0]) if pages else ()
         return [page for page in pages if page[1] in there]
 
-    def _needless(self, pages: Sequence[Page], asked: Container[bytes]) -> list[Page]:
+    def _needless(self, pages: Sequence[PageName], asked: Container[bytes]) -> list[PageName]:
         """Pages with another query in flight, or whose interested requests all waited during the last query.
         Pages in memory do not count: querying whether storage has them serves another purpose.
         """
@@ -138,14 +138,14 @@ class CostOracle:
         there = self._there(self._pools[0]) if again else ()
         return [page for page in again if page[1] not in there]
 
-    def _knew(self, page: Page) -> bool:
+    def _knew(self, page: PageName) -> bool:
         moment = self._answered.get(page)
         return moment is not None and not self._waiting(page[1], moment)
 
     def _count(self, kind: str, pages: int) -> None:
         self._ledger.costs[kind] += pages
 
-    def _bound(self, kind: str, pages: Sequence[Page]) -> None:
+    def _bound(self, kind: str, pages: Sequence[PageName]) -> None:
         if not pages or not self._calm():
             return
         self._ledger.costs[kind] += len(pages)

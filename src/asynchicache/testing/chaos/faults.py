@@ -18,7 +18,7 @@ from asynchicache.errors import CapacityError
 from asynchicache.planner.state import CacheState
 from asynchicache.pools.slabs import Slab
 from asynchicache.streams.base import Event, Graph, Stream
-from asynchicache.streams.drivers import Run, SeededDriver
+from asynchicache.streams.drivers import DriverStep, SeededDriver
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.testing.chaos.script import DeviceFaults
 from asynchicache.testing.seeded import COPY_SECONDS
@@ -26,7 +26,7 @@ from asynchicache.transfer.plan import Direction
 from asynchicache.tree.node import SlotPlace
 from asynchicache.types import Tier
 
-Memory: TypeAlias = npt.NDArray[np.uint8]
+SlotBytes: TypeAlias = npt.NDArray[np.uint8]
 
 KINDS = (
     *(f"storage.{name}" for name in ("fail", "raises", "hang", "late", "partial", "lie", "swap", "drop")),
@@ -61,15 +61,15 @@ class ChaosDriver(SeededDriver):
         self._draws = draws
         self._handed = 0
 
-    def lane(self, name: str) -> Callable[[Run], None]:
+    def lane(self, name: str) -> Callable[[DriverStep], None]:
         hand_over = super().lane(name)
         return partial(self._perhaps, hand_over) if name in _COPIES else hand_over
 
-    def _perhaps(self, hand_over: Callable[[Run], None], run: Run) -> None:
+    def _perhaps(self, hand_over: Callable[[DriverStep], None], run: DriverStep) -> None:
         number, self._handed = self._handed, self._handed + 1
         if number == self._faults.never:
             self._draws.count("transfer.never")
-        elif self._draws.strikes("transfer.stall", self._faults.stall):
+        elif self._draws.occurs("transfer.stall", self._faults.stall):
             delay = self._draws.chance.expovariate(1 / (COPY_SECONDS * SLOWER))
             self._chaos_loop.call_later(delay, hand_over, run)
         else:
@@ -91,7 +91,7 @@ class FaultDraws:
     def count(self, kind: str) -> None:
         self.counted[kind] += 1
 
-    def strikes(self, kind: str, rate: float) -> bool:
+    def occurs(self, kind: str, rate: float) -> bool:
         """Draw whether a fault happens now, at the given rate; count it if it does."""
         if not rate or self.chance.random() >= rate:
             return False
@@ -115,7 +115,7 @@ class ChaosDevice:
         self._faults = faults
         self._draws = draws
         self._copies = 0
-        self.memory: Sequence[Memory] = ()
+        self.memory: Sequence[SlotBytes] = ()
         self.lied = False
 
     @property
@@ -143,9 +143,9 @@ class ChaosDevice:
         self._inner.yield_to_streams()
 
     def notify(self, stream: Stream, event: Event, reached: Callable[[BaseException | None], None]) -> None:
-        if self._draws.strikes("notification.lost", self._faults.lost):
+        if self._draws.occurs("notification.lost", self._faults.lost):
             return
-        if self._draws.strikes("notification.late", self._faults.late):
+        if self._draws.occurs("notification.late", self._faults.late):
             delay = self._draws.chance.expovariate(1 / (COPY_SECONDS * SLOWER))
             reached = partial(self._tell_late, delay, reached)
         self._inner.notify(_bare(stream), event, reached)
@@ -226,24 +226,24 @@ def _bare(stream: Stream) -> Stream:
 
 
 @contextmanager
-def refusing_room(books: CacheState, draws: FaultDraws, rate: float) -> Iterator[None]:
+def refusing_room(state: CacheState, draws: FaultDraws, rate: float) -> Iterator[None]:
     """Refuse some slot allocations, as if all slots were in use."""
-    make_room, make_shared_room = books.make_room, books.make_shared_room
+    make_room, make_shared_room = state.make_room, state.make_shared_room
 
     def refuse(place: SlotPlace, count: int) -> bool:
-        if count and draws.strikes("allocation.refused", rate):
+        if count and draws.occurs("allocation.refused", rate):
             return False
         return make_room(place, count)
 
     def refuse_shared(tier: Tier, counts: Mapping[SlotPlace, int]) -> bool:
-        if any(counts.values()) and draws.strikes("allocation.refused", rate):
+        if any(counts.values()) and draws.occurs("allocation.refused", rate):
             return False
         return make_shared_room(tier, counts)
 
     with ExitStack() as stack:
         if rate:
-            stack.enter_context(patch.object(books, "make_room", refuse))
-            stack.enter_context(patch.object(books, "make_shared_room", refuse_shared))
+            stack.enter_context(patch.object(state, "make_room", refuse))
+            stack.enter_context(patch.object(state, "make_shared_room", refuse_shared))
         yield
 
 

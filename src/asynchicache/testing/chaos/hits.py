@@ -145,12 +145,14 @@ class HitOracle:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """During the body, observe losses of pages in memory and storage, and refused allocations."""
-        tree, books = self._tree, self._state
+        tree, state = self._tree, self._state
         with ExitStack() as stack:
-            stack.enter_context(patch.object(books, "make_room", partial(self._room, books.make_room)))
-            sharing = partial(self._shared_room, books.make_shared_room)
-            stack.enter_context(patch.object(books, "make_shared_room", sharing))
-            stack.enter_context(patch.object(tree, "vacate", partial(self._vacate, tree.vacate)))
+            stack.enter_context(patch.object(state, "make_room", partial(self._room, state.make_room)))
+            sharing = partial(self._shared_room, state.make_shared_room)
+            stack.enter_context(patch.object(state, "make_shared_room", sharing))
+            stack.enter_context(
+                patch.object(tree, "clear_slots", partial(self._clear_slots, tree.clear_slots))
+            )
             stack.enter_context(patch.object(tree, "trim", partial(self._trim, tree.trim)))
             hints = self._controller.planner.hints
             stack.enter_context(patch.object(hints, "note", partial(self._favoured, hints.note)))
@@ -391,10 +393,10 @@ class HitOracle:
             self._refused += 1  # host slots are kept for a path that another client waits for
         return found
 
-    def _vacate(
-        self, vacate: Callable[[Node, SlotPlace], list[int]], node: Node, place: SlotPlace
+    def _clear_slots(
+        self, clear_slots: Callable[[Node, SlotPlace], list[int]], node: Node, place: SlotPlace
     ) -> list[int]:
-        slots = vacate(node, place)
+        slots = clear_slots(node, place)
         component_id = component_of(place)
         if not is_held(node, component_id):
             self._left(node, component_id, *span(self._tree, node, component_id))

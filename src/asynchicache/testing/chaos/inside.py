@@ -29,10 +29,10 @@ class CacheInternals:
     """
 
     def __init__(self, cache: HybridCache) -> None:
-        controller, rooms = cache._controller, cache._parts  # noqa: SLF001 - the kit looks inside
+        controller, parts = cache._controller, cache._parts  # noqa: SLF001 - the kit looks inside
         self.state: CacheState = controller.planner.state
         self._controller = controller
-        self._engine = rooms.engine
+        self._engine = parts.engine
         self._poisons = True
         self._owners = {
             pool: component_id
@@ -40,7 +40,7 @@ class CacheInternals:
             for pool in self.state.sharing(component_id)
         }
         self._tensors: dict[tuple[str, Tier], list[npt.NDArray[np.uint8]]] = {}
-        for pool, memory in rooms.memories.items():
+        for pool, memory in parts.memories.items():
             names = [tensor.name for tensor in memory.device.spec.tensors]
             self._tensors[pool, Tier.DEVICE] = [memory.device.items(name).numpy() for name in names]
             host = [memory.host.items(name).numpy() for name in names] if memory.host.slots else []
@@ -86,10 +86,10 @@ class CacheInternals:
         self._poisons = False
 
     def _left(
-        self, told: Callable[[Sequence[int]], object] | None, place: SlotPlace, slots: Sequence[int]
+        self, on_take: Callable[[Sequence[int]], object] | None, place: SlotPlace, slots: Sequence[int]
     ) -> None:
-        if told is not None:
-            told(slots)
+        if on_take is not None:
+            on_take(slots)
         free = self.state.free[place]
         for slot in slots if self._spoilt else ():
             if (place, slot) in self._spoilt and free.is_free(slot):
@@ -100,18 +100,18 @@ class CacheInternals:
 
     def leftovers(self, may_leak: bool) -> list[str]:
         """Describe what an idle, flushed cache still holds. `may_leak`: slots may be lost for good."""
-        books = self.state
+        state = self.state
         found = [f"leak: {len(held)} {name}" for name, held in self._holders() if held and not may_leak]
-        for free in books.free:
+        for free in state.free:
             lost = free.held + free.quarantined  # of a shared memory, not all slots can be free at once
             if lost and not may_leak:
                 found.append(f"leak: {lost} of {free.capacity} {free.name} ({free.quarantined} quarantined)")
         return found
 
     def _holders(self) -> list[tuple[str, Sequence[object]]]:
-        books = self.state
+        state = self.state
         return [
-            ("requests", list(books.requests)),
-            ("copies in flight", books.tier_copies),
-            ("lists of locks", books.locked),
+            ("requests", list(state.requests)),
+            ("copies in flight", state.tier_copies),
+            ("lists of locks", state.locked),
         ]

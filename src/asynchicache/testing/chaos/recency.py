@@ -98,17 +98,19 @@ class RecencyOracle:
 
     def restarted(self) -> None:
         """A cache has ended: it may not have reported its last uses."""
-        told = self._clock() - TOLD_SECONDS
+        reported = self._clock() - TOLD_SECONDS
         for times in self._touched.values():
-            times[:] = times[: bisect_right(times, told)]
+            times[:] = times[: bisect_right(times, reported)]
 
     def evicted(self, key: ObjectKey, incoming_bytes: int) -> None:
         """A page was evicted for one of `incoming_bytes`; check that this was right."""
         path, capacity = self._paths.get(key), self._store.capacity_bytes
         if path is None or capacity is None or not self._restorable(path, key):
             return
-        told = self._clock() - TOLD_SECONDS
-        since = self._told(key, told) - TOLD_SECONDS  # reports of other uses may have been this late
+        reported = self._clock() - TOLD_SECONDS
+        since = (
+            self._reported_since(key, reported) - TOLD_SECONDS
+        )  # reports of other uses may have been this late
         size = self._sizes.get(key, 0)
         rivals = sum(self._sizes.get(other, size) for other in self._used_since(key, since))
         if size + rivals + incoming_bytes <= _ROOM * capacity:
@@ -138,12 +140,12 @@ class RecencyOracle:
             and (other.digest in path or (latest > since and not self._goes_before(other, key)))
         ]
 
-    def _told(self, key: ObjectKey, told: float) -> float:
+    def _reported_since(self, key: ObjectKey, reported: float) -> float:
         """Time of the page's last use that storage must know."""
         times = self._touched.get(key, [])
-        count = bisect_right(times, told)
+        count = bisect_right(times, reported)
         del times[: max(count - 1, 0)]
-        return max(self._moved.get(key, 0.0), times[0] if times and times[0] <= told else 0.0)
+        return max(self._moved.get(key, 0.0), times[0] if times and times[0] <= reported else 0.0)
 
     def _restorable(self, path: StoredPath, key: ObjectKey) -> bool:
         """Whether the page made a prefix restorable: the store has lost no other page that it needs."""

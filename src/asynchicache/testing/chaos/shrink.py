@@ -29,7 +29,7 @@ from asynchicache.testing.chaos.script import (
 T = TypeVar("T", bound=msgspec.Struct)
 Place: TypeAlias = tuple[int, ...]
 """Where something is in a script: by life, client and turn, or by life and event."""
-Stage: TypeAlias = Callable[[Script], Iterator[Script]]
+ShrinkStep: TypeAlias = Callable[[Script], Iterator[Script]]
 """Simpler scripts, those that leave most out first."""
 
 MAX_RUNS = 1000
@@ -61,7 +61,7 @@ class Shrinker:
         before = None
         while script != before and not self._done:
             before = script
-            for stage in STAGES:
+            for stage in SHRINK_STEPS:
                 script, report = self._pass(stage, script, report, kind)
         return script, report
 
@@ -70,7 +70,7 @@ class Shrinker:
         return self.runs >= self._most or time.process_time() > self._end
 
     def _pass(
-        self, stage: Stage, script: Script, report: ScriptReport, kind: str
+        self, stage: ShrinkStep, script: Script, report: ScriptReport, kind: str
     ) -> tuple[Script, ScriptReport]:
         """Try every simplification of one stage; keep those that preserve the violation."""
         tried = 0
@@ -240,7 +240,7 @@ def _replaced(given: T, **changes: object) -> T:
     return msgspec.structs.replace(given, **changes)
 
 
-STAGES: tuple[Stage, ...] = (
+SHRINK_STEPS: tuple[ShrinkStep, ...] = (
     _fewer_lives,
     partial(_fewer, places=_turns, without=_without_turns),
     partial(_fewer, places=_events, without=_without_events),

@@ -76,7 +76,7 @@ class ChaosStorage:
         self._cut = False
 
     async def _sleep(self, mean_seconds: float) -> None:
-        slower = SLOWER if self._draws.strikes("storage.stall", self._stall) else 1
+        slower = SLOWER if self._draws.occurs("storage.stall", self._stall) else 1
         await asyncio.sleep(self._draws.chance.expovariate(1 / (mean_seconds * slower)))
 
     async def _question(self) -> None:
