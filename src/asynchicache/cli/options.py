@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from asynchicache.errors import ConfigError
+from asynchicache.integrations.transformers.admission import MAX_RUNNING, MAX_WAITING
 from asynchicache.options import (
     LARGEST_FLOAT,
     CommandOptions,
@@ -76,8 +77,10 @@ class ServeOptions(CommandOptions, frozen=True):
     storage: Annotated[str, about("name of a storage engine; empty: as configured")] = ""
     storage_option: Annotated[tuple[str, ...], about("an option of the storage engine, as name=value")] = ()
     storage_path: Annotated[str, about("folder for the file engine, short for --storage file")] = ""
-    max_running: Annotated[Positive, about("requests that generate at once")] = 32
-    max_waiting: Annotated[Natural, about("requests that wait to generate; more get status 429")] = 256
+    max_running: Annotated[Positive, about("requests that generate at once")] = MAX_RUNNING
+    max_waiting: Annotated[Natural, about("requests that wait to generate; more get status 429")] = (
+        MAX_WAITING
+    )
     max_context: Annotated[Natural, about("tokens of a prompt and its answer; 0: as many as fit")] = 0
     answer_tokens: Annotated[Positive, about("tokens of a chat answer if the request sets no limit")] = 256
     max_body_mib: Annotated[Positive, about("MiB of one request; longer ones get status 413")] = 16

@@ -18,8 +18,10 @@ from asynchicache.cli.output import CommandResult, Output
 from asynchicache.errors import ConfigError
 
 if TYPE_CHECKING:
+    from asynchicache.config import CacheConfig
     from asynchicache.integrations.serve.api import RequestCounts
     from asynchicache.integrations.serve.loading import LoadedModel
+    from asynchicache.integrations.serve.server import ServeSettings
 
 _TINY_MEMORY: Mapping[str, object] = {"device_bytes": 256 << 20, "host_bytes": 1 << 30}
 """Of the tiny model, unless somebody says otherwise; others get a share of the machine's memory."""
@@ -38,8 +40,22 @@ def run(options: ServeOptions, output: Output) -> CommandResult:
     except ModuleNotFoundError as error:
         raise ConfigError(f"serve needs {error.name}: pip install 'asynchicache[serve]'") from error
     _start_log(options)
-    settings = server.ServeSettings(
-        cache=options.cache_config(_defaults(options, loading.weight_version)),
+    settings = settings_of(options, options.cache_config(_defaults(options, loading.weight_version)))
+    with server.bind(options.host, options.port) as listener:
+        loaded = _load(options, settings.cache.device)
+        where = server.address(listener)
+        serving = server.serve(loaded, settings, listener, lambda _: _announce(output, where))
+        with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
+            counts = runner.run(serving)
+    return CommandResult({"address": where, "model": loaded.name} | asdict(counts), _present(counts))
+
+
+def settings_of(options: ServeOptions, cache: CacheConfig) -> ServeSettings:
+    """The settings of the server for flags, and for options of the cache."""
+    from asynchicache.integrations.serve.server import ServeSettings
+
+    return ServeSettings(
+        cache=cache,
         name=options.served_model_name,
         page_size=options.page_size,
         max_running=options.max_running,
@@ -55,13 +71,6 @@ def run(options: ServeOptions, output: Output) -> CommandResult:
         record_trace=options.record_trace,
         trace=options.trace,
     )
-    with server.bind(options.host, options.port) as listener:
-        loaded = _load(options, settings.cache.device)
-        where = server.address(listener)
-        serving = server.serve(loaded, settings, listener, lambda _: _announce(output, where))
-        with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
-            counts = runner.run(serving)
-    return CommandResult({"address": where, "model": loaded.name} | asdict(counts), _present(counts))
 
 
 def _start_log(options: ServeOptions) -> None:

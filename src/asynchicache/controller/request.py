@@ -17,7 +17,7 @@ from asynchicache.planner.hints import NO_HINT
 from asynchicache.planner.request_state import RequestState
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.plan import Direction
-from asynchicache.transfer.ticket import Ticket
+from asynchicache.transfer.ticket import Ticket, done_ticket
 from asynchicache.tree.node import FULL
 from asynchicache.types import KEY_WORDS, MissReason, Tier, as_count, key_array, token_array
 
@@ -615,7 +615,7 @@ class Request:
         state.finished = final
         self._order_after(state, after)
         ticket = self._executor.run(copies, state.runs_on)
-        return ticket or Ticket.of_nothing(self._planner.state.spec.layers, state.runs_on)
+        return ticket or done_ticket(self._planner.state.spec.layers, state.runs_on)
 
     def _publishes(self, state: RequestState) -> bool:
         """Whether checkpoints are published: the device is well, the weights are those of the match, and the
@@ -632,7 +632,7 @@ class Request:
         """Run the copies; returns the ticket of the states' copy, a done one if there is none."""
         ticket = self._executor.run(copies, state.runs_on)
         if ticket is None or copies[-1].direction is not Direction.FORK:
-            return Ticket.of_nothing(self._planner.state.spec.layers, state.runs_on)
+            return done_ticket(self._planner.state.spec.layers, state.runs_on)
         return ticket
 
     def suspend(self, length: int, *, after: Stream | None = None) -> None:

@@ -43,7 +43,7 @@ from asynchicache.transfer.record import (
 )
 from asynchicache.transfer.schedule import Scheduler
 from asynchicache.transfer.statistics import CompletionCounters, TransferStatistics
-from asynchicache.transfer.ticket import Ticket
+from asynchicache.transfer.ticket import Ticket, done_ticket
 from asynchicache.types import Tier
 
 logger = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ class TransferEngine:
         self._raise_invalid(operation)
         call_done(done, None)
         if not (reads and (self._in_flight or self._tick)):
-            return Ticket.of_nothing(self._layers, on_wait)
+            return done_ticket(self._layers, on_wait)
         tick = self._tick or self._open_tick()
         submission = Submission(tick, operation, None, after, reads, on_wait)
         self._in_flight.add_reader(tick, submission)

@@ -22,7 +22,7 @@ from asynchicache.transfer.audit import AuditStatistics
 from asynchicache.transfer.plan import CacheOperation, Direction, PoolShape, TransferPlan, check_slots
 from asynchicache.transfer.record import Done, OnWait, Reads, Submission, TransferRecord, call_done
 from asynchicache.transfer.statistics import CompletionCounters, TransferStatistics
-from asynchicache.transfer.ticket import Ticket
+from asynchicache.transfer.ticket import Ticket, done_ticket
 from asynchicache.types import PoolTransfer, check_number
 
 
@@ -229,7 +229,7 @@ class RemoteCopies:
             check_slots(pool, operation.direction.destination, destinations, self._extents)
         if operation.empty:
             call_done(done, None)
-            return Ticket.of_nothing(self._layers, on_wait)
+            return done_ticket(self._layers, on_wait)
         self._number += 1
         submission = Submission(None, operation, done, (), (), on_wait)
         record = TransferRecord(self._number, operation.direction, [submission], _nothing)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator
-from typing import Self
 
 import msgspec
 
@@ -26,16 +25,6 @@ class Ticket(msgspec.Struct, eq=False, weakref=True):
 
     _submission: Submission
     _layers: int
-
-    @classmethod
-    def of_nothing(cls, layers: int, on_wait: OnWait | None = None) -> Self:
-        """A ticket that is done.
-
-        Args:
-            layers: of the model.
-            on_wait: called with each stream that a fence makes wait.
-        """
-        return cls(Submission(on_wait=on_wait, transfers=()), layers)
 
     @property
     def done(self) -> bool:
@@ -161,3 +150,13 @@ def _failed(what: str, error: BaseException | None) -> TransferError:
     failure = TransferError(f"the transfer {what}: {error}")
     failure.__cause__ = error
     return failure
+
+
+def done_ticket(layers: int, on_wait: OnWait | None = None) -> Ticket:
+    """A ticket that is done.
+
+    Args:
+        layers: of the model.
+        on_wait: called with each stream that a fence makes wait.
+    """
+    return Ticket(Submission(on_wait=on_wait, transfers=()), layers)

@@ -6,17 +6,19 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 from openai import AsyncOpenAI
 from transformers import DynamicCache
 
+from asynchicache.cli.options import ServeOptions
+from asynchicache.cli.serve import settings_of
 from asynchicache.config import CacheConfig
 from asynchicache.integrations.serve.api import Api, RequestCounts
 from asynchicache.integrations.serve.loading import LoadedModel
-from asynchicache.integrations.serve.server import ApiServer, ServeSettings, address, bind, serve
+from asynchicache.integrations.serve.server import ApiServer, address, bind, serve
 from asynchicache.integrations.transformers.forward import prefill
 
 PAGE = 16
@@ -58,7 +60,8 @@ class Running:
 @asynccontextmanager
 async def running(loaded: LoadedModel, **settings: Any) -> AsyncIterator[Running]:
     """A server until the block ends, or it is stopped."""
-    chosen = ServeSettings(**{"cache": SMALL, "page_size": PAGE, **settings})
+    cache = settings.pop("cache", SMALL)
+    chosen = replace(settings_of(ServeOptions(page_size=PAGE), cache), **settings)
     ready: asyncio.Future[ApiServer] = asyncio.get_running_loop().create_future()
     with bind("127.0.0.1", 0) as listener:
         url = address(listener)

@@ -6,15 +6,17 @@ import asyncio
 import itertools
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 import torch
 
+from asynchicache.cli.options import ServeOptions
+from asynchicache.cli.serve import settings_of
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.serve.connections import while_connected
-from asynchicache.integrations.serve.server import ServeSettings
 from asynchicache.integrations.transformers.forward import prefill
 from integrations.serve.checkpoints import tiny_loaded
 from integrations.serve.serving import (
@@ -110,7 +112,7 @@ async def test_bodies_have_so_much_room_together_and_give_it_back() -> None:
 
 def test_room_for_less_than_one_body_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_bodies_bytes 9 must have room for one of 10"):
-        ServeSettings(max_body_bytes=10, max_bodies_bytes=9)
+        replace(settings_of(ServeOptions(), SMALL), max_body_bytes=10, max_bodies_bytes=9)
 
 
 @pytest.mark.asyncio

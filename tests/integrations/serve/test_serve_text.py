@@ -159,9 +159,9 @@ def test_nothing_of_a_stop_string_is_shown_early() -> None:
 
 
 def test_vocabularies_that_characters_cannot_name_are_refused(tmp_path: Path) -> None:
-    assert len(ByteTokenizer(ByteTokenizer.LARGEST_FLOAT).encode(chr(sys.maxunicode))) == 1
+    assert len(ByteTokenizer(ByteTokenizer.MAX_VOCABULARY).encode(chr(sys.maxunicode))) == 1
 
-    save_checkpoint(tmp_path, vocabulary=ByteTokenizer.LARGEST_FLOAT + 1)
+    save_checkpoint(tmp_path, vocabulary=ByteTokenizer.MAX_VOCABULARY + 1)
     with pytest.raises(ConfigError, match="131073"):
         load_checkpoint(tmp_path, as_bytes=True)
 

@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import uvicorn
@@ -47,28 +47,28 @@ class ServeSettings:
         ignore_unknown: leave out unknown fields of requests instead of refusing them.
         max_connections: most connections; generation requests on further ones get status 503.
         drain_seconds: how long running requests may continue after the server is stopped.
-        attach_seconds: pause between attempts to open storage.
         kv_events: configuration of the KV event publisher, as JSON; empty for none.
         record_trace: the file of a trace for `replay`; empty: none.
         trace: create OpenTelemetry spans, with the process's provider.
+        attach_seconds: pause between attempts to open storage.
     """
 
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    name: str = ""
-    page_size: int = 16
-    max_running: int = 32
-    max_waiting: int = 256
-    max_context: int = 0
-    answer_tokens: int = 256
-    max_body_bytes: int = 16 << 20
-    max_bodies_bytes: int = 256 << 20
-    max_connections: int = 4096
-    ignore_unknown: bool = False
-    drain_seconds: float = 30.0
+    cache: CacheConfig
+    name: str
+    page_size: int
+    max_running: int
+    max_waiting: int
+    max_context: int
+    answer_tokens: int
+    max_body_bytes: int
+    max_bodies_bytes: int
+    max_connections: int
+    ignore_unknown: bool
+    drain_seconds: float
+    kv_events: str
+    record_trace: str
+    trace: bool
     attach_seconds: float = 5.0
-    kv_events: str = ""
-    record_trace: str = ""
-    trace: bool = False
 
     def __post_init__(self) -> None:
         if self.max_bodies_bytes < self.max_body_bytes:

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from asynchicache.errors import BusyError, CapacityError, ConfigError
 
+MAX_RUNNING = 32
+MAX_WAITING = 256
+"""Defaults of the first two limits."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:

@@ -13,7 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from asynchicache.cache import HybridCache, Request
 from asynchicache.config import CacheConfig
 from asynchicache.errors import ClosedError, InvalidTokensError
-from asynchicache.integrations.transformers.admission import AdmissionLimits, PromptAdmission, QueuedRequest
+from asynchicache.integrations.transformers.admission import (
+    MAX_RUNNING,
+    MAX_WAITING,
+    AdmissionLimits,
+    PromptAdmission,
+    QueuedRequest,
+)
 from asynchicache.integrations.transformers.decoding import Decoder, Row
 from asynchicache.integrations.transformers.generation import Generation, GenerationJob
 from asynchicache.integrations.transformers.prefill_runner import PrefillRunner, open_prefill_runner
@@ -74,8 +80,8 @@ class PrefixCachedModel:
         page_size: int = 64,
         tokenizer: PreTrainedTokenizerBase | None = None,
         storage: StorageBackend | None = None,
-        max_running: int = 32,
-        max_waiting: int = 256,
+        max_running: int = MAX_RUNNING,
+        max_waiting: int = MAX_WAITING,
         prefill_chunk: int = 512,
         decode_batch: int = 32,
     ) -> Opening[Self]:
