@@ -6,15 +6,19 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 
-from asynchicache import MissReason
+from asynchicache import CacheConfig, HybridCache, MissReason
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.testing.devices import LossyDevice, break_device
 from asynchicache.testing.seeded import SeededWorld, run_seeded
+from asynchicache.testing.specs import synthetic_spec
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.plan import CacheOperation
-from testing.compute import CONFIG, PROMPTS, SPEC, Engine, clients
+from asynchicache.types import WritePolicy
+from testing.compute import CONFIG, PAGE, PROMPTS, SPEC, Engine, clients
 
 SWEEP = 0.05
 
@@ -161,3 +165,39 @@ def test_a_failed_load_is_seen_before_outputs_are_published() -> None:
 
     for seed in range(20):
         run_seeded(seed, main)
+
+
+async def publish(cache: HybridCache, tokens: list[int], length: int) -> None:
+    """Publish the first `length` tokens, without bytes."""
+    async with cache.request(tokens) as request:
+        await request.load()
+        await request.reserve(length - request.reserved)
+        await request.checkpoint(length)
+
+
+def test_who_waits_for_room_when_the_device_fails_is_served_without_the_cache() -> None:
+    """Also one whose match is gone: read from storage below pages whose way to the host failed."""
+
+    async def main(world: SeededWorld) -> bool:
+        store, prompt, spec = MemoryStore(), [*PROMPTS[0], 1], synthetic_spec(PAGE, ("kv",))
+        config = CacheConfig(device_slots={"kv": 24}, host_slots={"kv": 24}, weight_version="1")
+        async with world.open_cache(spec, config, storage=MemoryBackend(store)) as cache:
+            await publish(cache, prompt, 20)
+            await cache.drain()
+        config = msgspec.structs.replace(config, write_policy=WritePolicy.WRITE_BACK)
+        device = world.device(mean_seconds=1e-2)
+        async with world.open_cache(spec, config, storage=MemoryBackend(store), device=device) as cache:
+            await publish(cache, prompt, 8)
+            async with cache.request(prompt) as request:
+                await request.prefetch()
+                assert request.hit.tokens == 20
+                node = request._state.lease.node
+                break_device(device)
+                while device.error is None or cache._controller.executor.in_flight():
+                    await world.sleep(1e-3)
+                await request.admit()
+                await request.load()
+                assert (request.hit.tokens, request.hit.reason) == (0, MissReason.TRANSFER_FAILED)
+        return node.parent is None
+
+    assert any(run_seeded(seed, main) for seed in range(10))

@@ -53,7 +53,12 @@ class Admission:
 
     async def admit(self, request: RequestState) -> None:
         """Wait until there is room on the device for `load`."""
-        await self._timed(self._when_possible(request, partial(self._planner.admit, request)))
+        await self._timed(self._when_possible(request, partial(self._admit, request)))
+
+    def _admit(self, request: RequestState) -> None:
+        # After a failure of the device, `load` serves nothing, and the match may not be in the tree any more.
+        if self._executor.failure is None:
+            self._planner.admit(request)
 
     async def reserve(self, request: RequestState, tokens: int) -> dict[str, list[int]]:
         """Extend a request; wait until there is room."""
