@@ -14,7 +14,7 @@ ARGS    ?=
 DOCS_TOOLS := "mkdocs-material>=9.6,<10" "mkdocs>=1.6,<2"  # the extra `docs`
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev docs engines demo test coverage mutants house check lint types floors wheel soak gpu bench conformance engines-e2e clean
+.PHONY: help setup dev docs engines demo test coverage mutants house check lint types layers wheel soak gpu bench conformance engines-e2e clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 15
@@ -47,7 +47,7 @@ demo: $(SMALL)  ## a hybrid model served with and without the cache, and a repor
 test: $(TEST)  ## the tests, without those marked soak or gpu
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
-# What decides is pure, so the tests of its own rooms are to reach all of it. COVERAGE_FILE keeps it apart from other runs.
+# What decides is pure, so the tests of its own packages are to reach all of it. COVERAGE_FILE keeps it apart from other runs.
 coverage: $(TEST)  ## lines and branches of the code that decides: 98 of 100 at least
 	mkdir -p build
 	COVERAGE_FILE=build/.coverage $(BIN)/python -m pytest tests/tree tests/hashing tests/planner tests/controller \
@@ -56,13 +56,13 @@ coverage: $(TEST)  ## lines and branches of the code that decides: 98 of 100 at 
 	    '*/tree/*,*/hashing.py,*/storage/hits.py,*/transfer/plan.py,*/planner/*'
 
 # The tests run in a process of their own for each mutant, one after another: 100 take about 15 minutes.
-mutants: $(TEST)  ## plant small mistakes that the tests are to find; ARGS="--count 20 --seed 7 --room tree"
+mutants: $(TEST)  ## plant small mistakes that the tests are to find; ARGS="--count 20 --seed 7 --package tree"
 	$(BIN)/python scripts/mutants.py $(ARGS)
 
 house: $(TEST)  ## size and shape of the source, counted; ARGS="--details" or "--root OTHER_CHECKOUT"
 	$(BIN)/python scripts/house.py $(ARGS)
 
-check: lint types floors wheel  ## lint, format, types, floors, and what the wheel holds
+check: lint types layers wheel  ## lint, format, types, import layers, and what the wheel holds
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -73,7 +73,7 @@ types: $(DEV)
 	$(BIN)/mypy tests/typing/api.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-floors: $(DEV)
+layers: $(DEV)
 	$(BIN)/lint-imports --no-logo --no-cache
 
 # Two packages are links in the source tree; a checkout that lost them would build a wheel without them.

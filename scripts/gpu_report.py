@@ -41,7 +41,7 @@ SUITES: dict[str, tuple[str, str]] = {
     "transfers": ("tests/transfer", "not plain and not batch and not kernel"),
     "whole cache": ("tests/cache/test_front_door_on_a_gpu.py", ""),
 }
-"""By what they are for, rooms whose tests of a GPU are run, and which of those (pytest's `-k`)."""
+"""By what they are for, packages whose tests of a GPU are run, and which of those (pytest's `-k`)."""
 
 _COPIES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "transfer": (POOLS, {"device": "cuda", "row_mib": 256}),
@@ -225,7 +225,7 @@ def seconds_until(end: float) -> float:
 def run_suite(
     name: str, path: str, log: Path, *, which: str = "", marks: str = "gpu", seconds: float = SECONDS
 ) -> Step:
-    """The tests of one room that are marked so; some must run, and none may fail."""
+    """The tests of one package that are marked so; some must run, and none may fail."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "junit.xml"
         options = ["-v", "-m", marks, "-k", which, "-p", "no:cacheprovider", f"--junitxml={file}"]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PACKAGE = "asynchicache"
-ROOMS = ("planner", "controller", "transfer", "storage", "tree")
+PACKAGES = ("planner", "controller", "transfer", "storage", "tree")
 """Packages whose arrows are counted; one that a checkout lacks is left out."""
 
 _NOT_CODE = {
@@ -149,9 +149,9 @@ def _alias(node: ast.AST) -> str:
     return ""
 
 
-def arrows_in(room: str, imports: Imports) -> tuple[int, int]:
+def arrows_in(package: str, imports: Imports) -> tuple[int, int]:
     """Modules of a package, and the imports among them; `__init__` modules do not count."""
-    prefix = f"{PACKAGE}.{room}."
+    prefix = f"{PACKAGE}.{package}."
     inside = {name for name in imports if name.startswith(prefix)}
     return len(inside), sum(len(imports[name] & inside) for name in inside)
 
@@ -170,10 +170,10 @@ def count(root: Path, *, details: bool) -> dict[str, object]:
         "import circles": len(circles),
         "class names for two or more things": len(shared),
     }
-    for room in ROOMS:
-        files, arrows = arrows_in(room, imports)
+    for package in PACKAGES:
+        files, arrows = arrows_in(package, imports)
         if files:
-            figures[f"{room}: modules, imports among them"] = f"{files}, {arrows}"
+            figures[f"{package}: modules, imports among them"] = f"{files}, {arrows}"
     if details:
         figures["circles"] = circles
         figures["shared class names"] = shared

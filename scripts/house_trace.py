@@ -107,7 +107,7 @@ class Recorder:
 
 
 FOLDERS = {PACKAGE: ""} | {
-    os.path.realpath(Path(PACKAGE, room)): f"{room}/" for room in ("kernels", "backends")
+    os.path.realpath(Path(PACKAGE, package)): f"{package}/" for package in ("kernels", "backends")
 }
 """Where the package's files lie, behind links too, and what stands before their names."""
 

@@ -1,5 +1,5 @@
 """What `make mutants` runs: small mistakes are planted in the code that decides and moves, one at a time, and
-the tests of the room are to find each. A mutant that no test finds has survived: a test is missing.
+the tests of the package are to find each. A mutant that no test finds has survived: a test is missing.
 
 The checkout stays as it is: mutants are written to a copy of the package. Those that cannot be told from the
 original are listed in `equivalent_mutants.toml`, by their text, so that an entry outlives moves.
@@ -32,7 +32,7 @@ from mutations import Mutant, Mutations
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "asynchicache"
 EQUIVALENT = ROOT / "scripts" / "equivalent_mutants.toml"
-ROOMS = {
+PACKAGES = {
     "tree": ["tests/tree"],
     "planner": ["tests/planner", "tests/controller", "tests/cache"],
     "controller": ["tests/controller", "tests/cache"],
@@ -46,8 +46,8 @@ MEMORY = 12 << 30
 """Bytes that the tests of a mutant may take: a loop without an end also appends without end."""
 
 
-def all_mutants(rooms: Sequence[str]) -> list[Mutant]:
-    files = [path for room in rooms for path in sorted((PACKAGE / room).rglob("*.py"))]
+def all_mutants(packages: Sequence[str]) -> list[Mutant]:
+    files = [path for package in packages for path in sorted((PACKAGE / package).rglob("*.py"))]
     return [
         mutant
         for path in files
@@ -74,7 +74,7 @@ def tests_for(mutant: Mutant) -> list[str]:
         source = path.read_text()
         return re.search(rf"{re.escape(module)}\b", source) is None, stem not in path.stem, len(source)
 
-    folders = [ROOT / folder for folder in ROOMS[mutant.room]]
+    folders = [ROOT / folder for folder in PACKAGES[mutant.package]]
     return [str(path) for folder in folders for path in sorted(folder.glob("test_*.py"), key=distance)]
 
 
@@ -96,17 +96,17 @@ class Laboratory:
         self.bounds: dict[str, float] = {}
 
     def judge(self, mutant: Mutant) -> Outcome:
-        if mutant.room not in self.bounds:
+        if mutant.package not in self.bounds:
             sound = self._run(tests_for(mutant), 3600, write_bytecode=True)
             if sound.verdict != "survived":
-                raise SystemExit(f"the tests of {mutant.room} fail without a mutant: {sound.by}")
-            self.bounds[mutant.room] = 4 * sound.seconds + TEST_SECONDS
+                raise SystemExit(f"the tests of {mutant.package} fail without a mutant: {sound.by}")
+            self.bounds[mutant.package] = 4 * sound.seconds + TEST_SECONDS
         path = self.folder / "asynchicache" / mutant.file
         sound_source = path.read_bytes()
         path.write_text(mutant.applied(sound_source.decode()))
         shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)  # it might pass for that of the mutant
         try:
-            return self._run(tests_for(mutant), self.bounds[mutant.room])
+            return self._run(tests_for(mutant), self.bounds[mutant.package])
         finally:
             path.write_bytes(sound_source)
 
@@ -156,7 +156,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=100, help="mutants that are drawn (100)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
     parser.add_argument(
-        "--room", action="append", choices=ROOMS, help="leave the others out; may be repeated"
+        "--package", action="append", choices=PACKAGES, help="leave the others out; may be repeated"
     )
     parser.add_argument("--only", metavar="FILE:LINE", help="all mutants of one line: tree/radix_tree.py:173")
     parser.add_argument("--json", type=Path, help="file that results are written to")
@@ -164,14 +164,14 @@ def arguments() -> argparse.Namespace:
 
 
 def drawn(options: argparse.Namespace) -> list[Mutant]:
-    mutants = all_mutants(options.room or list(ROOMS))
+    mutants = all_mutants(options.package or list(PACKAGES))
     if options.only:
         file, line = options.only.rsplit(":", 1)
         file = file.removeprefix("src/asynchicache/")
         return [one for one in mutants if (one.file, one.line) == (file, int(line))]
     known = equivalents()
     for key in known.keys() - {one.key for one in mutants}:
-        if key[0].split("/")[0] in (options.room or ROOMS):
+        if key[0].split("/")[0] in (options.package or PACKAGES):
             print(f"equivalent_mutants.toml: no such mutant any more: {key}")
     random.Random(options.seed).shuffle(mutants)  # before known ones are left out: a draw stays as it was
     return [one for one in mutants if one.key not in known][: options.count]

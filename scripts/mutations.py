@@ -47,7 +47,7 @@ class Mutant(NamedTuple):
     text: str
 
     @property
-    def room(self) -> str:
+    def package(self) -> str:
         return self.file.split("/")[0]
 
     @property

@@ -236,12 +236,12 @@ def test_every_command_and_flag_is_in_the_reference() -> None:
 
 
 def test_every_room_is_in_the_architecture() -> None:
-    """Those within rooms by their dotted names."""
+    """Those within packages by their dotted names."""
     package = Path(asynchicache.__path__[0])
-    rooms = {path.stem for path in package.iterdir() if path.is_dir() or path.suffix == ".py"}
+    packages = {path.stem for path in package.iterdir() if path.is_dir() or path.suffix == ".py"}
     inner = {f"{path.parts[-3]}.{path.parts[-2]}" for path in package.glob("*/*/__init__.py")}
     inner |= {f"hf3fs.{path.parts[-2]}" for path in package.glob("backends/hf3fs/*/__init__.py")}
-    shown = sorted(room for room in rooms | inner if not room.startswith(("__", "backends.")))
+    shown = sorted(package for package in packages | inner if not package.startswith(("__", "backends.")))
     assert missing("explanation/architecture.md", shown) == []
 
 

@@ -1,6 +1,6 @@
 """No two modules import each other, directly or through others.
 
-import-linter keeps the floors between packages, but leaves out what is imported for annotations only, and
+import-linter keeps the layers between packages, but leaves out what is imported for annotations only, and
 does not look within a package, nor at `from package import module`, which needs the package's `__init__`.
 Here every import counts, wherever it stands.
 """

@@ -87,7 +87,7 @@ def test_an_alias_of_a_type_is_a_name_too(house: ModuleType) -> None:
     }
 
 
-def test_arrows_stay_inside_the_room(house: ModuleType) -> None:
+def test_arrows_stay_inside_the_package(house: ModuleType) -> None:
     modules = parsed(
         **{
             "tree.a": "import asynchicache.tree.b, asynchicache.other",

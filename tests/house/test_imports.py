@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Not `threading`, which the floors contract forbids as well: numpy imports it, and the words that all
+# Not `threading`, which the layers contract forbids as well: numpy imports it, and the words that all
 # deciding code uses hold numpy. Reading sys.modules finds what import-linter cannot, a dependency that
 # brings in another.
 MACHINERY = {"asyncio", "torch", "triton"}

@@ -33,7 +33,7 @@ def tool() -> Iterator[ModuleType]:
 
 def becomes(tool: ModuleType, source: str) -> set[str]:
     """What the changed lines of each mutant are."""
-    return {mutant.becomes for mutant in tool.Mutations("room/file.py", source).found}
+    return {mutant.becomes for mutant in tool.Mutations("tree/file.py", source).found}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_no_test_is_asked_to_see_is_left_alone(tool: ModuleType, source: st
 def test_a_mutant_differs_in_its_own_lines_only(tool: ModuleType) -> None:
     source = "# é\ndef f(a, b):\n    é = (a +\n        b)  # why\n    return é\n"
 
-    [one] = [one for one in tool.Mutations("room/file.py", source).found if "-" in one.becomes]
+    [one] = [one for one in tool.Mutations("tree/file.py", source).found if "-" in one.becomes]
 
     assert (one.name, one.line, one.was) == ("f", 3, "é = (a + b) # why")
     assert one.applied(source) == "# é\ndef f(a, b):\n    é = ((a - b))  # why\n    return é\n"

@@ -18,7 +18,7 @@ from asynchicache.integrations.vllm import rows, words
 from asynchicache.integrations.vllm.options import TierOptions, group_identity
 from asynchicache.integrations.vllm.rows import (
     GroupRuns,
-    Run,
+    MemoryRun,
     canonical_runs,
     chunk_runs,
     join,
@@ -34,8 +34,8 @@ PAGE, STATE = 131_072, 68_608
 FULL, STATES = 3, (0, 1, 2)
 POISON = np.frombuffer(b"another tenant's", np.int8)
 NEXT = kv_caches([PAGE, PAGE], *[[(0, STATE), (1, STATE)]] * 3, [(0, PAGE), (1, PAGE)])
-RUNS = {number: (Run(0, STATE), Run(PAGE, STATE)) for number in STATES} | {
-    FULL: (Run(0, PAGE), Run(PAGE, PAGE))
+RUNS = {number: (MemoryRun(0, STATE), MemoryRun(PAGE, STATE)) for number in STATES} | {
+    FULL: (MemoryRun(0, PAGE), MemoryRun(PAGE, PAGE))
 }
 ROWS = 20
 
@@ -59,7 +59,7 @@ def key(number: int, group: int) -> bytes:
     return number.to_bytes(32, "big") + group.to_bytes(4, "big")
 
 
-def write(row: np.ndarray, runs: Sequence[Run], seed: int) -> list[np.ndarray]:
+def write(row: np.ndarray, runs: Sequence[MemoryRun], seed: int) -> list[np.ndarray]:
     """A worker copies a chunk into a row."""
     random = np.random.default_rng(seed)
     for offset, nbytes in runs:
@@ -67,7 +67,7 @@ def write(row: np.ndarray, runs: Sequence[Run], seed: int) -> list[np.ndarray]:
     return read(row, runs)
 
 
-def read(row: np.ndarray, runs: Sequence[Run]) -> list[np.ndarray]:
+def read(row: np.ndarray, runs: Sequence[MemoryRun]) -> list[np.ndarray]:
     return [row[offset : offset + nbytes].copy() for offset, nbytes in runs]
 
 
@@ -161,7 +161,7 @@ def test_pages_that_are_cut_otherwise_have_other_names() -> None:
 
     def layout(*sizes: int, start: int = 0) -> str:
         starts = accumulate(sizes, initial=start)
-        runs = [Run(at, nbytes) for at, nbytes in zip(starts, sizes, strict=False)]
+        runs = [MemoryRun(at, nbytes) for at, nbytes in zip(starts, sizes, strict=False)]
         return group_identity(config, config.groups[0], options, runs).layout
 
     assert layout(10, 20) != layout(20, 10) != group_identity(config, config.groups[0], options).layout
@@ -181,8 +181,8 @@ def test_each_worker_has_an_area_and_each_block_a_place_in_it() -> None:
     workers = [worker_runs(caches, layers(2, 1), 1000 * rank, 2) for rank in (0, 1)]
 
     assert join(workers) == {
-        0: (Run(0, 100), Run(100, 100), Run(1000, 100), Run(1100, 100)),
-        1: (Run(200, 50), Run(260, 50), Run(1200, 50), Run(1260, 50)),
+        0: (MemoryRun(0, 100), MemoryRun(100, 100), MemoryRun(1000, 100), MemoryRun(1100, 100)),
+        1: (MemoryRun(200, 50), MemoryRun(260, 50), MemoryRun(1200, 50), MemoryRun(1260, 50)),
     }
 
 
@@ -193,7 +193,7 @@ def test_workers_that_fill_one_area_together_are_counted_once() -> None:
 
     worker = canonical_runs(caches, layers(2, 1), 1)
 
-    assert join([worker, worker]) == {0: (Run(0, 400),), 1: (Run(400, 200),)}
+    assert join([worker, worker]) == {0: (MemoryRun(0, 400),), 1: (MemoryRun(400, 200),)}
     caches.group_data_refs[1][0].mapping = None
     assert canonical_runs(caches, layers(2, 1), 1) is None
 
@@ -202,11 +202,15 @@ def test_blocks_into_which_layers_are_packed_are_not_known() -> None:
     packed = kv_caches([4096], [(0, 4096)], [(0, 4096)])
 
     assert worker_runs(packed, layers(2, per_group=3), 0, 1) is None
-    assert join([{0: (Run(0, 1),)}, None]) is None
+    assert join([{0: (MemoryRun(0, 1),)}, None]) is None
 
 
 def test_runs_that_touch_become_one() -> None:
-    assert merged([Run(0, 4), Run(4, 4), Run(9, 1), Run(8, 1)]) == [Run(0, 8), Run(9, 1), Run(8, 1)]
+    assert merged([MemoryRun(0, 4), MemoryRun(4, 4), MemoryRun(9, 1), MemoryRun(8, 1)]) == [
+        MemoryRun(0, 8),
+        MemoryRun(9, 1),
+        MemoryRun(8, 1),
+    ]
 
 
 def config_of(groups: int, *, blocks: int = 1, windows: Sequence[int] = ()) -> Any:
@@ -222,9 +226,9 @@ def config_of(groups: int, *, blocks: int = 1, windows: Sequence[int] = ()) -> A
     [
         (config_of(1), None, {0}),
         (config_of(1, blocks=4), None, {0}),
-        (config_of(2), {0: (Run(0, 8),), 1: (Run(0, 8),)}, {0, 1}),
-        (config_of(2), {0: (Run(0, 4), Run(4, 4)), 1: (Run(2, 4),)}, {0}),
-        (config_of(2), {0: (Run(0, 4),), 1: (Run(4, 4),)}, set()),
+        (config_of(2), {0: (MemoryRun(0, 8),), 1: (MemoryRun(0, 8),)}, {0, 1}),
+        (config_of(2), {0: (MemoryRun(0, 4), MemoryRun(4, 4)), 1: (MemoryRun(2, 4),)}, {0}),
+        (config_of(2), {0: (MemoryRun(0, 4),), 1: (MemoryRun(4, 4),)}, set()),
     ],
 )
 def test_a_row_goes_whole_where_nobody_else_writes_to_it(
@@ -296,7 +300,7 @@ def test_workers_tell_the_scheduler_and_leave_nothing_behind(folder: Path) -> No
     runs = scheduler.group_runs()
 
     assert runs is not None
-    assert runs[0] == (*RUNS[0], Run(2 * PAGE, STATE), Run(3 * PAGE, STATE))
+    assert runs[0] == (*RUNS[0], MemoryRun(2 * PAGE, STATE), MemoryRun(3 * PAGE, STATE))
     assert scheduler.group_runs() is runs  # each tier asks
 
 

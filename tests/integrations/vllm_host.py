@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from asynchicache.integrations.vllm.rows import GroupRuns, Run
+from asynchicache.integrations.vllm.rows import GroupRuns, MemoryRun
 
 CHUNK_BYTES = 8192
 ROWS = 10
@@ -22,7 +22,7 @@ def aligned_rows() -> np.ndarray:
 
 def whole_chunks(groups: int) -> GroupRuns:
     """Every group fills all of a row."""
-    return {number: (Run(0, CHUNK_BYTES),) for number in range(groups)}
+    return {number: (MemoryRun(0, CHUNK_BYTES),) for number in range(groups)}
 
 
 def kv_caches(pages: Sequence[int], *groups: Sequence[tuple[int, int]]) -> SimpleNamespace:

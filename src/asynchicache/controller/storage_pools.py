@@ -26,7 +26,7 @@ _WORST = (Outcome.TIMEOUT, Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED, Ou
 `TIMEOUT` is first: that part may still be written to."""
 
 
-_REASONS = {
+_ANSWER_REASONS = {
     Outcome.TIMEOUT: MissReason.DEADLINE,
     Outcome.FAILED: MissReason.STORAGE_FAILED,
     Outcome.REJECTED: MissReason.STORAGE_FAILED,
@@ -198,7 +198,10 @@ class StoragePools:
                 if pool is not None:
                     answer = await pool.guard.exists(_keys(pool, digests), fresh=fresh)
             flags = bytes(map(and_, flags, answer.present))
-            reason = next((_REASONS[outcome] for outcome in _REASONS if outcome in answer.outcomes), reason)
+            reason = next(
+                (_ANSWER_REASONS[outcome] for outcome in _ANSWER_REASONS if outcome in answer.outcomes),
+                reason,
+            )
         return Presence(flags, reason)
 
     @property

@@ -145,7 +145,7 @@ class ReadResult:
     backups: list[Copy]
 
 
-_REASONS = (
+_READ_REASONS = (
     (Outcome.CORRUPT, MissReason.CORRUPT),
     (Outcome.TIMEOUT, MissReason.DEADLINE),
     (Outcome.FAILED, MissReason.STORAGE_FAILED),
@@ -533,7 +533,7 @@ class PrefetchPlanner:
         hit = sum(results.count(Outcome.HIT) for results in outcomes.values())
         reason = MissReason.NONE
         if hit < sum(map(len, outcomes.values())):
-            reason = next(why for one, why in _REASONS if any(one in some for some in outcomes.values()))
+            reason = next(why for one, why in _READ_REASONS if any(one in some for some in outcomes.values()))
         backups: list[Copy] = []
         if full > matched_pages and query.epoch == self._tree.epoch:
             on_host, backups = self._keep_on_host(query, tip) if memory_pages < full else (True, [])

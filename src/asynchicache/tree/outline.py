@@ -47,10 +47,10 @@ def outline(roots: Collection[Node], most: int) -> list[PrefixOutline]:
             users[parents[number]] += users[number]
     # A parent has more below it than its child, so it is chosen whenever its child is.
     chosen = sorted(sorted(range(len(found)), key=lambda number: -below[number])[:most])
-    place = {number: index for index, number in enumerate(chosen)}
+    index_of = {number: index for index, number in enumerate(chosen)}
     return [
         PrefixOutline(
-            place.get(parents[number], -1),
+            index_of.get(parents[number], -1),
             _digest(found[number]),
             found[number].pages,
             found[number].end,
