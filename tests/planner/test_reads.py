@@ -366,6 +366,22 @@ def test_what_others_computed_meanwhile_is_not_put_in_twice(simulations: list[Si
     assert sorted(node.end for node in state.tree.nodes()) == [5, 8]
 
 
+@pytest.mark.parametrize("came", [Outcome.HIT, Outcome.MISS])
+def test_a_state_is_put_in_where_others_published_the_pages_on_the_device_only(
+    simulations: list[Simulation], came: Outcome
+) -> None:
+    sim = roomy(simulations, mamba=True)
+    read = chosen(sim, asked(sim), HAS[:3], b"\0\0\1")
+    served(sim, 7)  # under write-back, and without a state
+
+    (gained,) = answered(sim, read, kv=[Outcome.HIT, came, Outcome.HIT])
+    sim.settle()
+
+    assert gained.pages == 3
+    assert sim.open(PROMPT).matched_pages == 3
+    assert sim.planner.state.free[FULL_HOST].held == 3
+
+
 def test_a_path_that_cannot_be_on_the_host_keeps_what_follows_off_it(simulations: list[Simulation]) -> None:
     sim = roomy(simulations, host=5)
     served(sim, 6)

@@ -163,7 +163,7 @@ class PrefetchPlanner:
         self._backups = writer
         self._tree = state.tree
         self._reads: set[StorageRead] = set()  # reads that hold host slots
-        self._in_flight: list[StorageRead] = []  # uncommitted reads, in the order they began
+        self.in_flight: list[StorageRead] = []  # uncommitted reads, in the order they began
         state.private.append(self._private)
 
     def can_read(self, component_id: int) -> bool:
@@ -350,7 +350,7 @@ class PrefetchPlanner:
     def _others(self, query: StorageQuery) -> list[tuple[StorageRead, int]]:
         """Reads in flight that share a prefix with the query, and the number of pages shared. Held ones are
         left out: they end when another request has computed what comes before."""
-        reads = [read for read in self._in_flight if not read.held]
+        reads = [read for read in self.in_flight if not read.held]
         found = [(read, common_pages(read.query.digests, query.digests)) for read in reads]
         return [(read, shared) for read, shared in found if shared]
 
@@ -434,7 +434,7 @@ class PrefetchPlanner:
         read.needs = [other for other, shared in others if self._reads_any(other, min(shared, target))]
         read.joined = bool(read.needs)
         self._reads.add(read)
-        self._in_flight.append(read)
+        self.in_flight.append(read)
         return read
 
     @staticmethod
@@ -479,17 +479,17 @@ class PrefetchPlanner:
 
     def _commit_ready(self) -> list[ReadResult]:
         results = []
-        for other in list(self._in_flight):  # a read comes after those that it needs, so one pass is enough
+        for other in list(self.in_flight):  # a read comes after those that it needs, so one pass is enough
             if other.outcomes is not None and not (other.needs or other.held):
                 results.append(self._commit(other, other.outcomes))
-                self._in_flight.remove(other)
+                self.in_flight.remove(other)
                 self._committed(other)
         return results
 
     def _committed(self, read: StorageRead) -> None:
         """A read was committed: lock its pages for every read in flight that depends on it, so they are not
         evicted before that read commits."""
-        for other in self._in_flight:
+        for other in self.in_flight:
             if read in other.needs:
                 other.needs.remove(read)
                 self._lock_dependencies(other)
@@ -516,12 +516,7 @@ class PrefetchPlanner:
     def _commit(self, read: StorageRead, outcomes: Outcomes) -> ReadResult:
         """Insert what arrived into the tree, up to the longest prefix that is restorable now."""
         query = read.query
-        tip, memory_pages, matched_pages, resident = (
-            query.tip,
-            query.memory_pages,
-            query.matched_pages,
-            query.resident,
-        )
+        memory_pages, matched_pages, resident = query.memory_pages, query.matched_pages, query.resident
         if query.version != self._tree.version:
             match = self._tree.match(query.tokens, query.seed, limit=query.pages)
             tip, memory_pages = self._tip(query.tokens, match.node, match.full_pages), match.full_pages
@@ -536,8 +531,8 @@ class PrefetchPlanner:
             reason = next(why for one, why in _READ_REASONS if any(one in some for some in outcomes.values()))
         backups: list[Copy] = []
         if full > matched_pages and query.epoch == self._tree.epoch:
-            on_host, backups = self._keep_on_host(query, tip) if memory_pages < full else (True, [])
-            end = self._insert(read, memory_pages, full, outcomes) if on_host else None
+            above, backups = self._host_node_before(read, min(memory_pages, full), outcomes)
+            end = self._insert(read, above, full, outcomes) if above is not None else None
             if end is not None:
                 self._insert_others(read, end, pages, outcomes)
                 restorable = max(pages, restorable)
@@ -552,7 +547,7 @@ class PrefetchPlanner:
         return max(
             (
                 min(common_pages(read.query.digests, other.query.digests), other.target)
-                for other in self._in_flight
+                for other in self.in_flight
                 if read in other.needs
             ),
             default=0,
@@ -579,24 +574,48 @@ class PrefetchPlanner:
             flags[first : last + 1] = b"\1" * (last + 1 - first)
         return flags
 
-    def _insert(self, read: StorageRead, memory_pages: int, pages: int, outcomes: Outcomes) -> Node | None:
-        """Insert full pages after the first `memory_pages`, up to `pages` or the first that did not arrive.
+    def _host_node_before(
+        self, read: StorageRead, pages: int, outcomes: Outcomes
+    ) -> tuple[Node | None, list[Copy]]:
+        """The node behind which the full pages that arrived can be inserted, on the way to the first `pages`
+        pages, which are in memory; and the backups for that.
+
+        Pages that another request published during the read may be on the device only: what arrived becomes
+        their host copy. What did not arrive is backed up.
 
         Returns:
-            The node at their end; None if the path to `memory_pages` is not on the host, after a device
-            failure.
+            The node; None if the path does not get onto the host, or ended at a device failure.
         """
-        query, numbers = read.query, read.pages.get(FULL, [])
-        node = self._tree.reach(query.tokens, query.seed, min(memory_pages, pages))
-        if node is None or node.residency[FULL_HOST] == ABSENT:
-            return None
-        first = bisect_left(numbers, node.end)
-        last = first + _run_length(numbers, first, node.end, pages)
-        results = outcomes.get(FULL, ())
+        query = read.query
+        node = self._tree.reach(query.tokens, query.seed, pages)
+        if node is None:
+            return None, []
+        above = node
+        while above.residency[FULL_HOST] == ABSENT and above.parent is not None:
+            above = above.parent
+        if len(self._arrived(read, above.end, node.end, outcomes)) == node.end - above.end:
+            return above, []
+        on_host, backups = self._keep_on_host(query, node)
+        return node if on_host else None, backups
+
+    @staticmethod
+    def _arrived(read: StorageRead, start: int, end: int, outcomes: Outcomes) -> range:
+        """Positions in `read.pages[FULL]` of what arrived, from page `start` to the first gap or `end`."""
+        numbers, results = read.pages.get(FULL, []), outcomes.get(FULL, ())
+        first = bisect_left(numbers, start)
+        last = first + _run_length(numbers, first, start, end)
         if results.count(Outcome.HIT) < len(results):
             last = next((at for at in range(first, last) if results[at] is not Outcome.HIT), last)
-        if first == last:
+        return range(first, last)
+
+    def _insert(self, read: StorageRead, node: Node, pages: int, outcomes: Outcomes) -> Node:
+        """Insert full pages behind `node`, which is on the host, up to `pages` or the first that did not
+        arrive; returns the node at their end."""
+        query = read.query
+        arrived = self._arrived(read, node.end, pages, outcomes)
+        if not arrived:
             return node
+        first, last = arrived.start, arrived.stop
         slots = read.slots[FULL]
         result = self._tree.insert_host(node, query.tokens, slots[first:last])
         read.slots[FULL] = slots[:first] + result.duplicates + slots[last:]
