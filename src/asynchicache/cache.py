@@ -75,8 +75,10 @@ class OtherRanks(Protocol):
         config: CacheConfig,
         slots: Mapping[str, tuple[int, int]],
         now: Callable[[], float],
+        pages: Mapping[str, int] | None,
     ) -> Mapping[str, tuple[int, int]]:
-        """Wait for all ranks; returns the slots by pool that every rank has memory for."""
+        """Wait for all ranks; returns the slots by pool that every rank has memory for. `pages`: those of an
+        engine that owns the device memory."""
         ...
 
     @property
@@ -624,7 +626,7 @@ async def _open_parts(
     """Open from the bottom up; the stack closes in the opposite order."""
     pages = None if engine is None else engine.pages(spec)
     if engine is not None:
-        config = _for_engine(config, engine)
+        config = _for_engine(config, engine, alone=group is None)
     if port is None:
         port = AsyncioPort(threads=config.io_threads, seed=config.seed)
         stack.push_async_callback(port.aclose)
@@ -637,7 +639,7 @@ async def _open_parts(
         kept.callback(device.close)
     slots, plan = _slots(spec, config, free_memory(device), pages, alone=group is None)
     if group is not None:
-        slots = dict(await group.agree(spec, config, slots, port.now))
+        slots = dict(await group.agree(spec, config, slots, port.now, pages))
     memories, on_host = await _allocate(spec, slots, plan, device, config, port, kept, engine, group)
     if owned:  # closes before the memory: a failed device may still run copies
         kept.callback(device.close)
@@ -721,7 +723,7 @@ def _move(hosts: Mapping[str, HostPool], pool: str, sources: list[int], destinat
     hosts[pool].move(sources, destinations)
 
 
-def _for_engine(config: CacheConfig, engine: EngineMemory | RemoteCopies) -> CacheConfig:
+def _for_engine(config: CacheConfig, engine: EngineMemory | RemoteCopies, *, alone: bool) -> CacheConfig:
     """
     Raises:
         ConfigError: an option does not fit device memory that an engine owns.
@@ -732,6 +734,8 @@ def _for_engine(config: CacheConfig, engine: EngineMemory | RemoteCopies) -> Cac
             "owns that memory: use write_through or write_through_selective"
         )
     if isinstance(engine, RemoteCopies):
+        if not alone:
+            raise ConfigError("RemoteCopies with a group: copies of a group run in the process of each rank")
         return msgspec.structs.replace(config, device="cpu", inline=True)  # no work runs on it
     return msgspec.structs.replace(config, device=engine.device)
 

@@ -99,7 +99,7 @@ def test_a_missing_package_is_named(
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("asynchicache.integrations.serve")]:
         monkeypatch.delitem(sys.modules, name)
-    for name in [name for name in sys.modules if name.split(".")[0] == missing]:
+    for name in [missing, *(name for name in sys.modules if name.split(".")[0] == missing)]:
         monkeypatch.setitem(sys.modules, name, None)
     words = refused("--port", "70000", capsys=capsys)  # which would be refused next
     assert missing in words

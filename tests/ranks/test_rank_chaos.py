@@ -139,12 +139,13 @@ def a_rank_has_memory_of_its_own_size(patch: pytest.MonkeyPatch) -> None:
     open_worker = worker._open
 
     async def own_size(
-        stack, kept, spec, config, hand, port, device, storage, limits, rank, welcome, *, owned
+        stack, kept, spec, config, hand, port, device, storage, engine, limits, rank, welcome, *, owned
     ):  # type: ignore[no-untyped-def]
-        slots = plan_slots(spec, config, parts.free_memory(device))
-        mine = msgspec.structs.replace(welcome, slots=slots)
+        if engine is None:
+            slots = plan_slots(spec, config, parts.free_memory(device))
+            welcome = msgspec.structs.replace(welcome, slots=slots)
         return await open_worker(
-            stack, kept, spec, config, hand, port, device, storage, limits, rank, mine, owned=owned
+            stack, kept, spec, config, hand, port, device, storage, engine, limits, rank, welcome, owned=owned
         )
 
     patch.setattr(worker, "_open", own_size)
@@ -157,6 +158,35 @@ def the_host_size_is_not_the_least(patch: pytest.MonkeyPatch) -> None:
         return {name: (device, self._slots[name][1]) for name, (device, _) in agreed(self).items()}
 
     patch.setattr(Members, "agreed", leaders)
+
+
+def pages_of_engines_are_used_again_when_the_leader_has_copied(patch: pytest.MonkeyPatch) -> None:
+    """Tickets for pages of engines are about the leader alone."""
+    submit = GroupTransfers.submit
+
+    def early(self: GroupTransfers, operation, **others):  # type: ignore[no-untyped-def]
+        layers, self._engine_layers = self._engine_layers, 0
+        try:
+            return submit(self, operation, **others)
+        finally:
+            self._engine_layers = layers
+
+    patch.setattr(GroupTransfers, "submit", early)
+
+
+def backups_of_engine_pages_end_with_the_leaders(patch: pytest.MonkeyPatch) -> None:
+    submit = GroupTransfers.submit
+
+    def early(self: GroupTransfers, operation, **others):  # type: ignore[no-untyped-def]
+        layers = self._engine_layers
+        if operation.direction is Direction.BACKUP:
+            self._engine_layers = 0
+        try:
+            return submit(self, operation, **others)
+        finally:
+            self._engine_layers = layers
+
+    patch.setattr(GroupTransfers, "submit", early)
 
 
 def messages_overtake_each_other(patch: pytest.MonkeyPatch) -> None:
@@ -213,12 +243,14 @@ PLANTS: dict[Plant, int] = {
     a_copy_is_answered_before_it_has_landed: 1,
     the_leaders_outcomes_count: 26,
     the_leaders_reads_count: 26,
-    late_reads_of_followers_have_arrived: 26,
+    late_reads_of_followers_have_arrived: 200,
     stored_is_what_the_leader_has_stored: 26,
     a_page_is_written_before_its_backup_has_ended: 1,
     a_rank_with_another_build_is_accepted: 11,
     a_rank_has_memory_of_its_own_size: 1,
     the_host_size_is_not_the_least: 1,
+    pages_of_engines_are_used_again_when_the_leader_has_copied: 1,
+    backups_of_engine_pages_end_with_the_leaders: 1,
     messages_overtake_each_other: 7,
     a_lost_rank_is_not_noticed: 1,
     one_rank_keeps_the_old_weights: 77,

@@ -29,7 +29,7 @@ from asynchicache.testing.chaos.search import Findings, run_seeds, search
 from asynchicache.testing.chaos.shrink import Shrinker, violation_kind
 from asynchicache.testing.chaos.workload import draw_script
 
-SEEDS = range(12)
+SEEDS = range(13)
 FOUND = Path(__file__).parents[1] / "data" / "chaos"
 
 

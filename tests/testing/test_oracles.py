@@ -76,6 +76,7 @@ class Costs:
         self.calm = True
         self.wanted: set[bytes] = set()
         self.memory: set[bytes] = set()
+        self.held: set[bytes] = set()
         self.running: list[Call] = []
         self.time = 0.0
         self.oracle = CostOracle(
@@ -84,6 +85,7 @@ class Costs:
             lambda: self.calm,
             lambda digest, moment: digest in self.wanted,
             lambda pool: self.memory,
+            lambda: self.held,
         )
 
     def begin(self, verb: str, *digests: bytes, pool: str = "kv") -> Call:
@@ -117,8 +119,12 @@ def test_a_page_is_not_read_twice_at_once() -> None:
     assert costs.said() == []
     costs.begin("get", B, D, A)
     assert costs.said() == ["read twice: pages, 2 of 'kv'"]
+    costs.held = {A, B}
+    costs.begin("get", A, B)
+    assert costs.said() == []
+    costs.held = set()
     costs.end(first)
-    assert costs.ledger.costs["read"] == 2 + 1 + 1 + 3
+    assert costs.ledger.costs["read"] == 2 + 1 + 1 + 3 + 2
     assert costs.ledger.costs["read_twice"] == 2
 
 

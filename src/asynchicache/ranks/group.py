@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from operator import and_
+
+import msgspec
 
 from asynchicache.controller.storage_pools import (
     SLICE_PAGES,
@@ -31,8 +34,8 @@ from asynchicache.ranks.shared_storage import SharedStorage
 from asynchicache.ranks.sharing import HostShare
 from asynchicache.storage.limits import BatchResult
 from asynchicache.streams.base import Event
-from asynchicache.transfer.plan import CacheOperation
-from asynchicache.transfer.record import Done, OnWait, Reads
+from asynchicache.transfer.plan import CacheOperation, Direction
+from asynchicache.transfer.record import Done, OnWait, Reads, Submission, TransferRecord, record_elsewhere
 from asynchicache.transfer.statistics import TransferStatistics
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.transfer.transfers import Transfers
@@ -47,7 +50,13 @@ class GroupTransfers:
     in_process = True
 
     def __init__(
-        self, leader: RankLeader, here: Transfers, share: HostShare = _ALONE, *, seconds: float
+        self,
+        leader: RankLeader,
+        here: Transfers,
+        share: HostShare = _ALONE,
+        *,
+        seconds: float,
+        engine_layers: int = 0,
     ) -> None:
         """
         Args:
@@ -55,12 +64,14 @@ class GroupTransfers:
             here: copies on this rank.
             share: the part of this rank in filling host memory.
             seconds: how long a follower may take for a copy.
+            engine_layers: the layers of the model, if engines own the device memory. 0: the cache does.
         """
         self.audit = here.audit
         self._leader = leader
         self._here = here
         self._seconds = seconds
         self._share = share
+        self._engine_layers = engine_layers
         self._joint: dict[_JointCopy, CacheOperation] = {}  # and what is copied here of each
 
     def submit(
@@ -72,10 +83,19 @@ class GroupTransfers:
         done: Done,
         on_wait: OnWait | None = None,
     ) -> Ticket:
-        """Copy on all ranks. The ticket is about this rank; `done` is called when all ranks have ended."""
+        """Copy on all ranks. The ticket is about this rank; `done` is called when all ranks have ended.
+
+        If engines own the device memory, the ticket is done when all ranks have ended: the engine may use the
+        pages again. Streams are ordered behind the copies of this rank, behind those of a backup not at all.
+        """
         if operation.empty or self._leader.failure is not None:
             return self._here.submit(operation, after=after, reads=reads, done=done, on_wait=on_wait)
         own = self._share.own_part(operation)
+        everywhere, joint_ticket = None, None
+        if self._engine_layers:
+            submission = Submission(None, operation, done, (), (), on_wait)
+            everywhere = record_elsewhere(0, submission, self._engine_layers)
+            joint_ticket, done = Ticket(submission, self._engine_layers), partial(_end, everywhere)
         joint: _JointCopy
 
         def ended(error: BaseException | None) -> None:
@@ -88,7 +108,11 @@ class GroupTransfers:
         ticket = self._here.submit(own, after=after, reads=reads, done=joint.ended, on_wait=on_wait)
         self._joint[joint] = own
         self._leader.copy(operation, self._seconds, joint.ended)
-        return ticket
+        if joint_ticket is None:
+            return ticket
+        if operation.direction is Direction.BACKUP:
+            return joint_ticket
+        return msgspec.structs.replace(ticket, _everywhere=everywhere)
 
     def in_flight(self) -> Collection[CacheOperation]:
         """Operations whose `done` has not been called."""
@@ -104,6 +128,12 @@ class GroupTransfers:
 
     async def aclose(self, deadline_seconds: float) -> int:
         return await self._here.aclose(deadline_seconds)
+
+
+def _end(record: TransferRecord, error: BaseException | None) -> None:
+    for submission in record.land(0) if error is None else record.fail(error):
+        submission.release()
+    record.release()
 
 
 class _JointCopy:

@@ -21,8 +21,8 @@ SlotCounts = Mapping[str, tuple[int, int]]
 """By pool that owns slots, its (device, host) slots."""
 
 
-def build_of(spec: ModelSpec, config: CacheConfig) -> dict[str, str]:
-    """What every rank of a group must agree on, by name."""
+def build_of(spec: ModelSpec, config: CacheConfig, *, engine: bool = False) -> dict[str, str]:
+    """What every rank of a group must agree on, by name. `engine`: an engine owns the device memory."""
     return {
         "library version": version("asynchicache"),
         "model": spec.model,
@@ -32,6 +32,7 @@ def build_of(spec: ModelSpec, config: CacheConfig) -> dict[str, str]:
         "salt": sha256(config.salt.encode()).hexdigest()[:16],  # a hash: an error names both values
         "host_layout": str(config.host_layout),
         "ranks": str(config.ranks),
+        "device memory": "an engine's" if engine else "the cache's",
     }
 
 
@@ -43,13 +44,17 @@ class Members:
         build: of the leader.
         slots: of the leader.
         ranks: how many ranks the group has, the leader included.
+        engine: the device slots are pages of an engine's, which the leader names: every rank needs them all.
     """
 
-    def __init__(self, token: str, build: Mapping[str, str], slots: SlotCounts, ranks: int) -> None:
+    def __init__(
+        self, token: str, build: Mapping[str, str], slots: SlotCounts, ranks: int, *, engine: bool = False
+    ) -> None:
         self._token = token
         self._build = build
         self._slots = slots
         self._ranks = ranks
+        self._engine = engine
         self._joined: dict[int, Hello] = {}
 
     def admits(self, hello: Hello) -> bool:
@@ -76,6 +81,10 @@ class Members:
             raise RankError(
                 f"rank {rank} has slots of {sorted(hello.slots)}, rank 0 of {sorted(self._slots)}"
             )
+        for name, (pages, _) in self._slots.items():
+            given = hello.slots[name][0]
+            if self._engine and given < pages:
+                raise RankError(f"rank {rank} has {given} pages of {name!r}; rank 0 names any of {pages}")
         self._joined[rank] = hello
 
     @property
@@ -87,9 +96,10 @@ class Members:
         return sharing_ranks({0: leader} | {rank: hello.shares for rank, hello in self._joined.items()})
 
     def agreed(self) -> dict[str, tuple[int, int]]:
-        """The least slots of all ranks, by pool and tier."""
+        """The least slots of all ranks, by pool and tier; none on the device if engines own that."""
         every = [self._slots, *(hello.slots for hello in self._joined.values())]
-        return {
+        least = {
             name: (min(one[name][0] for one in every), min(one[name][1] for one in every))
             for name in self._slots
         }
+        return {name: (0, host) for name, (_, host) in least.items()} if self._engine else least

@@ -103,6 +103,7 @@ class RankGroup:
         self._share_host = share_host
         self._sharing: Mapping[int, list[int]] = {}
         self._share = HostShare()
+        self._engine_layers = 0
         self._members: Members | None = None
         self._opened = asyncio.Event()
         self._changed = asyncio.Event()
@@ -182,8 +183,15 @@ class RankGroup:
         config: CacheConfig,
         slots: Mapping[str, tuple[int, int]],
         now: Callable[[], float],
+        pages: Mapping[str, int] | None = None,
     ) -> dict[str, tuple[int, int]]:
         """Wait for every follower; returns the slots that all ranks have memory for.
+
+        Args:
+            spec, config: of the leader.
+            slots: its (device, host) slots, by pool.
+            now: a monotonic clock, in seconds.
+            pages: by pool, the device pages of its engine, if an engine owns the device memory.
 
         Raises:
             RankError: a rank does not fit the group, or is missing; names it.
@@ -194,7 +202,13 @@ class RankGroup:
         ranks = config.ranks if self._ranks is None else self._ranks
         if config.rank or ranks < 2:
             raise UsageError(f"a rank group is led by rank 0 of 2 or more, not by {config.rank} of {ranks}")
-        members = self._members = Members(self._token, build_of(spec, config), slots, ranks)
+        engine = pages is not None
+        self._engine_layers = spec.layers if engine else 0
+        if pages is not None:
+            slots = {name: (pages[name], host) for name, (_, host) in slots.items()}
+        members = self._members = Members(
+            self._token, build_of(spec, config, engine=engine), slots, ranks, engine=engine
+        )
         self._opened.set()
         try:
             async with asyncio.timeout(self.limits.joining):
@@ -278,7 +292,13 @@ class RankGroup:
         return self._leader
 
     def copies(self, here: Transfers) -> GroupTransfers:
-        return GroupTransfers(self.leader, here, self._share, seconds=self.limits.copy_seconds)
+        return GroupTransfers(
+            self.leader,
+            here,
+            self._share,
+            seconds=self.limits.copy_seconds,
+            engine_layers=self._engine_layers,
+        )
 
     def storage(self, sharing: Callable[[int], Iterable[str]]) -> StoragePools:
         return GroupStorage(sharing, self.leader, self._share, seconds=self.limits.storage_seconds)

@@ -17,10 +17,11 @@ from asynchicache.controller.tasks import OwnedTasks, shielded
 from asynchicache.errors import CacheError, RankError, RankLostError, UsageError
 from asynchicache.parts import attach_storage, free_memory, open_device
 from asynchicache.pools.device import DevicePool
+from asynchicache.pools.engine import EngineMemory
 from asynchicache.pools.host import HostPool, grow_pool
 from asynchicache.pools.shared import HostHandle
 from asynchicache.pools.shared import share as handle_of
-from asynchicache.pools.sizing import plan_slots
+from asynchicache.pools.sizing import FreeMemory, plan_host_slots, plan_slots
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.ranks.follower import AppliedStep, RankFollower
 from asynchicache.ranks.handshake import build_of
@@ -71,6 +72,7 @@ class RankWorker:
         storage: StorageBackend | None = None,
         port: Port | None = None,
         device: Device | None = None,
+        engine: EngineMemory | None = None,
         link: Link | None = None,
     ) -> AsyncIterator[RankWorker]:
         """Join a group for the duration of an `async with`.
@@ -85,6 +87,8 @@ class RankWorker:
             storage: an open backend to use instead of the configured one; the caller closes it.
             port: clock and threads; the real ones if None.
             device: an open device to use instead of the configured one; the caller closes it.
+            engine: device memory that an engine owns, with at least the pages of the leader's. The numbers
+                that the leader's requests name are pages of it too. Default: device memory is allocated.
             link: a connection to use instead of `address`.
 
         Raises:
@@ -93,6 +97,7 @@ class RankWorker:
             StorageError: storage cannot be used.
         """
         limits = RankLimits() if limits is None else limits
+        config = config if engine is None else msgspec.structs.replace(config, device=engine.device)
         async with AsyncExitStack() as stack:
             if link is None:
                 link = await _connect(Address.parse(address), limits.joining)
@@ -107,8 +112,8 @@ class RankWorker:
                 device = open_device(config)
                 kept.callback(device.close)
             number = config.rank if rank is None else rank
-            welcome = await _greet(hand, spec, config, number, token, device, limits)
-            opening = partial(_open, stack, kept, spec, config, hand, port, device, storage, limits)
+            welcome = await _greet(hand, spec, config, number, token, device, engine, limits)
+            opening = partial(_open, stack, kept, spec, config, hand, port, device, storage, engine, limits)
             worker = await _ready(hand, opening(number, welcome, owned=owned))
             tasks = OwnedTasks()
             stack.push_async_callback(tasks.aclose)
@@ -208,22 +213,35 @@ async def _greet(
     rank: int,
     token: str,
     device: Device,
+    engine: EngineMemory | None,
     limits: RankLimits,
 ) -> Welcome:
     """
     Raises:
         RankError: the leader refuses this rank, or does not answer.
     """
-    slots = plan_slots(spec, config, free_memory(device))
-    owners = {pool.name: slots[pool.name] for pool in spec.owners}
+    slots = _proposed_slots(spec, config, free_memory(device), engine)
     shares = sharing_key(spec, config.host_layout)
-    hand.send(Hello(PROTOCOL, token, rank, build_of(spec, config), owners, shares))
+    build = build_of(spec, config, engine=engine is not None)
+    hand.send(Hello(PROTOCOL, token, rank, build, slots, shares))
     answer = await hand.receive(2 * limits.joining)
     if isinstance(answer, Refused):
         raise RankError(f"the leader refuses rank {rank}: {answer.error}")
     if not isinstance(answer, Welcome):
         raise RankError(f"the leader answered with {type(answer).__name__}, not with Welcome")
     return answer
+
+
+def _proposed_slots(
+    spec: ModelSpec, config: CacheConfig, memory: FreeMemory, engine: EngineMemory | None
+) -> dict[str, tuple[int, int]]:
+    """The (device, host) slots that this rank has memory for, by pool that owns slots."""
+    if engine is None:
+        slots = plan_slots(spec, config, memory)
+        return {pool.name: slots[pool.name] for pool in spec.owners}
+    pages = engine.pages(spec)
+    on_host = plan_host_slots(spec, config, pages, memory)
+    return {name: (count, on_host[name]) for name, count in pages.items()}
 
 
 async def _ready(hand: HandshakeLink, opening: Coroutine[object, object, RankWorker]) -> RankWorker:
@@ -246,6 +264,7 @@ async def _open(
     port: Port,
     device: Device,
     storage: StorageBackend | None,
+    engine: EngineMemory | None,
     limits: RankLimits,
     rank: int,
     welcome: Welcome,
@@ -262,6 +281,7 @@ async def _open(
         device.name,
         config.host_layout,
         kept,
+        None if engine is None else engine.pools,
         mapped=share.pools,
         attached=attached,
     )

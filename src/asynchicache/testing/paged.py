@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import torch
+
 from asynchicache.errors import CapacityError
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.engine import EngineMemory, EnginePages
@@ -35,26 +37,28 @@ class PagedMemory:
             poison: fill pages with bytes that no page has when they are taken.
         """
         counts = {pool.name: pages[pool.slots_of or pool.name] for pool in spec.pools}
-        pools = {pool.name: DevicePool(pool, spec.page_size, counts[pool.name]) for pool in spec.pools}
+        self._pools = {pool.name: DevicePool(pool, spec.page_size, counts[pool.name]) for pool in spec.pools}
         self.memory = EngineMemory(
             {
                 pool.name: EnginePages.of_tensors(
                     pool,
                     spec.page_size,
-                    {tensor.name: pools[pool.name].tensor(tensor.name) for tensor in pool.tensors},
+                    {tensor.name: self.tensor(pool.name, tensor.name) for tensor in pool.tensors},
                 )
                 for pool in spec.pools
             }
         )
-        self.oracle = ByteOracle(
-            spec, lambda pool, tensor: pools[pool].tensor(tensor), identity or (lambda _: "")
-        )
+        self.oracle = ByteOracle(spec, self.tensor, identity or (lambda _: ""))
         self._sharing = {
             owner.name: [pool.name for pool in spec.pools if owner.name in (pool.name, pool.slots_of)]
             for owner in spec.owners
         }
         self._free = {owner.name: list(range(counts[owner.name])) for owner in spec.owners}
         self._poison = poison
+
+    def tensor(self, pool: str, name: str) -> torch.Tensor:
+        """One tensor of one pool, `[layers, pages, ...]`."""
+        return self._pools[pool].tensor(name)
 
     def take(self, pool: str, count: int) -> list[int]:
         """Allocate pages of a pool.
@@ -71,8 +75,8 @@ class PagedMemory:
         return taken
 
     def give(self, pool: str, pages: Iterable[int]) -> None:
-        """Free pages of a pool."""
-        self._free[pool] += pages
+        """Free pages of a pool. They are the next to be taken, so that a late copy is seen."""
+        self._free[pool][:0] = pages
 
     def compute(self, pool: str, pages: Sequence[int], digests: Sequence[bytes]) -> None:
         """Write what belongs in pages of a pool and of those that share its slots."""

@@ -13,13 +13,14 @@ import logging
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
 import msgspec
+import torch
 
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.cache import HybridCache
@@ -35,13 +36,16 @@ from asynchicache.specs import ModelSpec
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.testing.chaos.ledger import Ledger, error_text
+from asynchicache.testing.chaos.paged import GARBAGE, ChaosBlocks
 from asynchicache.testing.chaos.run import collection_watched, warnings_watched
 from asynchicache.testing.chaos.search import BATCH, carry_out, quick_collection
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.testing.oracle import ByteOracle
+from asynchicache.testing.paged import PagedMemory
 from asynchicache.testing.rank_oracles import wrong_sizes, wrongly_marked
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
+from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import WritePolicy, token_array
 
 PAGE = 4
@@ -164,10 +168,14 @@ class RankMirror:
         """What every rank computes with some weights, by rank."""
         if weights not in self._known:
             self._known[weights] = [
-                ByteOracle(one.spec, one.device_tensor, partial(_identity, weights, one.spec, rank))
+                ByteOracle(one.spec, self._tensors(rank), partial(_identity, weights, one.spec, rank))
                 for rank, one in enumerate(self._ranks)
             ]
         return self._known[weights]
+
+    def _tensors(self, rank: int) -> Callable[[str, str], torch.Tensor]:
+        """Returns the device memory of a rank, by pool and tensor."""
+        return self._ranks[rank].device_tensor
 
     async def update_weights(self, version: str) -> None:
         """Go on with other weights, between two forwards."""
@@ -186,29 +194,39 @@ class RankMirror:
             ticket, weights = request.load(), self.weights
             hit = request.hit.tokens
             await request.reserve(len(tokens) - request.reserved)
-            await self._forward(request, list(tokens), hit, ticket, self.oracles(weights))
+            reads, writes = self._read_and_written(request, tokens, hit)
+            await self._forward(ticket, self.oracles(weights), reads, writes)
             await request.checkpoint(len(tokens), after=self._streams[0])
             # Without a free slot for its state, a prefix is published that no prompt can go on from.
             return hit, durable and await request.durable() and resumable(request)
         finally:
             request.close(after=self._streams[0])
 
+    def _read_and_written(
+        self, request: Request, tokens: Sequence[int], hit: int
+    ) -> tuple[list[RankSlots], list[RankSlots]]:
+        """The slots that the forward of a request reads, and those that it writes."""
+        spec, digests = self.cache.spec, self._digests(tokens)
+        known, last = hit // spec.page_size, len(tokens) // spec.page_size
+        reads = _slots(spec, request, digests, 0, known, state=known) if known else []
+        ends = len(tokens) % spec.page_size == 0
+        return reads, _slots(spec, request, digests, known, last, state=last if ends else 0)
+
+    def _digests(self, tokens: Sequence[int]) -> Sequence[bytes]:
+        return page_digests(token_array(tokens), self.cache.spec.page_size, namespace_seed(None))
+
     async def _forward(
-        self, request: Request, tokens: list[int], hit: int, ticket: object, oracles: Sequence[ByteOracle]
+        self,
+        ticket: Ticket,
+        oracles: Sequence[ByteOracle],
+        reads: Sequence[RankSlots],
+        writes: Sequence[RankSlots],
     ) -> None:
-        size = self.cache.spec.page_size
-        digests = page_digests(token_array(tokens), size, namespace_seed(None))
-        known, last = hit // size, len(tokens) // size
-        reads = _slots(self.cache.spec, request, digests, 0, known, state=known) if known else []
-        writes = _slots(
-            self.cache.spec, request, digests, known, last, state=last if len(tokens) % size == 0 else 0
-        )
         async with self._turn:  # steps have an order; within one, ranks are not in step
             step = self.group.mark()
             with suppress(TransferError):
-                await ticket.submitted()  # type: ignore[attr-defined]
-            last_layer = self.cache.spec.layers - 1
-            ticket.fence(last_layer).wait_on(self._streams[0])  # type: ignore[attr-defined]
+                await ticket.submitted()
+            ticket.fence(self.cache.spec.layers - 1).wait_on(self._streams[0])
             self._launch(0, oracles[0], reads, writes)
             if self.group.failure is None:
                 every = [
@@ -246,6 +264,88 @@ class RankMirror:
                 oracle.write(pool, slots, digests)
 
         self._streams[rank].launch(run)
+
+
+class PagedRankMirror(RankMirror):
+    """The same with engines that own their device memory: on every rank, the pages that the leader's engine
+    names."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        cache: HybridCache,
+        workers: Sequence[RankWorker],
+        devices: Sequence[EmulatedDevice],
+        chance: random.Random,
+        memories: Sequence[PagedMemory],
+    ) -> None:
+        super().__init__(group, cache, workers, devices, chance)
+        self._memories = memories
+        self._blocks = ChaosBlocks(cache.spec, memories[0])
+        self._used = [False] * len(memories)
+
+    def _tensors(self, rank: int) -> Callable[[str, str], torch.Tensor]:
+        return self._memories[rank].tensor
+
+    async def serve(self, tokens: Sequence[int], *, durable: bool = False) -> tuple[int, bool]:
+        size, tickets = self.cache.spec.page_size, []
+        async with self.cache.request(tokens) as request:
+            await request.prefetch()
+            tables = self._blocks.take(len(tokens))
+            try:
+                self._poison(tables)
+                whole = request.hit.tokens // size
+                into = self._blocks.named(tables, whole)
+                tickets.append(request.load(into=into, after=self._streams[0]))
+                hit, oracles = request.hit.tokens, self.oracles(self.weights)
+                reads, writes = self._paged(tables, tokens, hit // size)
+                await self._forward(tickets[0], oracles, reads, writes)
+                pages = self._blocks.named(tables, len(tokens) // size, hit // size)
+                tickets.append(request.checkpoint(len(tokens), pages=pages, after=self._streams[0]))
+                return hit, durable and await request.durable() and self._resumable(tokens)
+            finally:
+                self._blocks.leave(tables, tickets)
+
+    def _poison(self, tables: Mapping[str, list[int]]) -> None:
+        """Write what belongs in no page, behind all that has run on each rank: loads run after it, except the
+        first ones of a rank, which knows no stream yet."""
+        for rank, stream in enumerate(self._streams):
+            if self._used[rank]:
+                for pool in self.cache.spec.pools:
+                    pages = tables[pool.slots_of or pool.name]
+                    write = self._memories[rank].oracle.write
+                    stream.launch(partial(write, pool.name, pages, [GARBAGE] * len(pages)))
+
+    def _launch(
+        self, rank: int, oracle: ByteOracle, reads: Sequence[RankSlots], writes: Sequence[RankSlots]
+    ) -> None:
+        self._used[rank] = True
+        super()._launch(rank, oracle, reads, writes)
+
+    def _paged(
+        self, tables: Mapping[str, list[int]], tokens: Sequence[int], known: int
+    ) -> tuple[list[RankSlots], list[RankSlots]]:
+        """What a forward reads and writes: `known` pages are there."""
+        size, digests = self.cache.spec.page_size, self._digests(tokens)
+        last, reads, writes = len(tokens) // size, [], []
+        for pool in self.cache.spec.pools:
+            table = tables[pool.slots_of or pool.name]
+            if pool.per_token:
+                first = max(known - (pool.coverage.pages or known), 0)
+                reads.append(RankSlots(pool.name, table[first:known], list(digests[first:known])))
+                writes.append(RankSlots(pool.name, table[known:last], list(digests[known:last])))
+            else:
+                reads += [RankSlots(pool.name, table, [digests[known - 1]])] if known else []
+                state = GARBAGE if len(tokens) % size else digests[last - 1]
+                writes.append(RankSlots(pool.name, table, [state]))
+        return reads, writes
+
+    def _resumable(self, tokens: Sequence[int]) -> bool:
+        """Whether memory has all that a later prompt needs to go on at the end of these tokens."""
+        tree = self.cache._controller.planner.state.tree  # noqa: SLF001 - the harness looks inside
+        pages = len(tokens) // self.cache.spec.page_size
+        node = tree.known_end(token_array(tokens), namespace_seed(None), pages)
+        return node.end == pages and tree.restorable(node)
 
 
 def _identity(weights: str, spec: ModelSpec, rank: int, pool: str) -> str:
@@ -293,6 +393,7 @@ class RankScript:
         updates: how often the weights change in each life.
         write_policy: of the cache.
         misfit: in what the last rank differs from the others when it first tries to join; empty: in nothing.
+        paged: engines own the device memory.
     """
 
     seed: int
@@ -313,6 +414,7 @@ class RankScript:
     updates: int
     write_policy: WritePolicy
     misfit: str
+    paged: bool = False
 
 
 def draw_rank_script(seed: int) -> RankScript:
@@ -322,7 +424,7 @@ def draw_rank_script(seed: int) -> RankScript:
     lost = chance.randrange(1, count) if chance.random() < 0.2 else 0
     faulty = chance.random() < 0.5
     replicated = tuple(name for name in pools if name != "mamba") if chance.random() < 0.4 else ()
-    return RankScript(
+    script = RankScript(
         seed,
         count,
         pools,
@@ -342,6 +444,19 @@ def draw_rank_script(seed: int) -> RankScript:
         write_policy=chance.choice(tuple(WritePolicy)),
         misfit=chance.choice(_MISFITS) if chance.random() < 0.1 else "",
     )
+    return _with_engine_memory(script) if seed % 3 == 1 else script
+
+
+def _with_engine_memory(script: RankScript) -> RankScript:
+    """The same for engines that own their device memory; every rank has the pages that the leader names."""
+    chance = random.Random(f"paged ranks {script.seed}")
+    least = {name: min(one[name][0] for one in script.slots) for name in script.slots[0]}
+    slots = ({name: (least[name], host) for name, (_, host) in script.slots[0].items()}, *script.slots[1:])
+    policy = script.write_policy
+    if policy is WritePolicy.WRITE_BACK:
+        policy = WritePolicy.WRITE_THROUGH
+    misfit = script.misfit and chance.choice((*_MISFITS[1:], "device memory", "number of pages"))
+    return replace(script, slots=slots, write_policy=policy, misfit=misfit, paged=True)
 
 
 def _sizes(chance: random.Random, pool: str) -> tuple[int, int]:
@@ -455,6 +570,7 @@ class _RankLife:
         self._links: dict[int, DelayedLink] = {}
         self._faults: list[Faulty] = []
         self._devices: list[EmulatedDevice] = []
+        self._memories: list[PagedMemory] = []
         self._calm = False
         self._misfit = ""
         # Storage that lies about what it has, or loses it, breaks promises that the cache cannot keep.
@@ -511,6 +627,8 @@ class _RankLife:
             )
             for store, rates in zip(self._stores, script.rates, strict=True)
         ]
+        if script.paged:
+            self._memories = [PagedMemory(self._spec, pages) for pages in self._pages()]
         group = RankGroup(_TOKEN, LIMITS, share_host=script.share_host)
         stack.push_async_callback(group.aclose)
         joined: dict[int, RankWorker] = {}
@@ -525,15 +643,27 @@ class _RankLife:
                 storage=self._faults[0],
                 port=world.port,
                 device=self._devices[0],
+                engine=self._memories[0].memory if script.paged else None,
                 group=group,
             )
             cache = await stack.enter_async_context(opening)
         workers = [joined[rank] for rank in sorted(joined)]
+        if script.paged:
+            return PagedRankMirror(group, cache, workers, self._devices, world.random, self._memories)
         return RankMirror(group, cache, workers, self._devices, world.random)
+
+    def _pages(self) -> Iterator[dict[str, int]]:
+        """By rank, the pages of its engine; of the last rank too few, if that is its misfit."""
+        for rank, slots in enumerate(self._script.slots):
+            short = rank == self._script.ranks - 1 and self._misfit == "number of pages"
+            yield {name: 1 if short else device for name, (device, _) in slots.items()}
 
     async def _follow(self, stack: AsyncExitStack, rank: int, joined: dict[int, RankWorker]) -> None:
         spec, config = self._spec, self._config(rank)
-        if rank == self._script.ranks - 1 and self._misfit:
+        engine = self._memories[rank].memory if self._script.paged else None
+        if rank == self._script.ranks - 1 and self._misfit == "device memory":
+            engine, config = None, self._config(rank, paged=False)
+        elif rank == self._script.ranks - 1 and self._misfit in _MISFITS:
             spec, config = _misfit(spec, config, self._misfit)
         joining = RankWorker.join(
             spec,
@@ -544,14 +674,16 @@ class _RankLife:
             storage=self._faults[rank],
             port=self._world.port,
             device=self._devices[rank],
+            engine=engine,
             link=self._links[rank],
         )
         joined[rank] = await stack.enter_async_context(joining)
 
-    def _config(self, rank: int) -> CacheConfig:
+    def _config(self, rank: int, *, paged: bool | None = None) -> CacheConfig:
         slots = self._script.slots[rank]
+        paged = self._script.paged if paged is None else paged
         return CacheConfig(
-            device_slots={name: device for name, (device, _) in slots.items()},
+            device_slots={} if paged else {name: device for name, (device, _) in slots.items()},
             host_slots={name: host for name, (_, host) in slots.items()},
             prefetch=PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE),
             storage_limits=PoolLimits(deadline=0.2, cooldown=0.05, closing=0.1),

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from asynchicache.backends.memory import MemoryStore
 from asynchicache.cache import HybridCache
+from asynchicache.pools.device import DevicePool
 from asynchicache.ranks.worker import RankWorker
 
 
 def wrong_sizes(
     cache: HybridCache, workers: Sequence[RankWorker], proposed: Sequence[Mapping[str, tuple[int, int]]]
 ) -> list[str]:
-    """Describe memory of another size than the least that the ranks have proposed.
+    """Describe memory of another size than the least that the ranks have proposed. The pages of an engine are
+    as many as it has.
 
     Args:
         cache: the leader's.
@@ -24,7 +26,8 @@ def wrong_sizes(
     for name in proposed[0]:
         least = min(one[name][0] for one in proposed), min(one[name][1] for one in proposed)
         for rank, memories in enumerate(every):
-            slots = memories[name].device.slots, memories[name].host.slots
+            device, host = memories[name].device, memories[name].host
+            slots = device.slots if isinstance(device, DevicePool) else least[0], host.slots
             if slots != least:
                 found.append(f"rank {rank} has {slots} slots of {name}, and the least of all is {least}")
     return found

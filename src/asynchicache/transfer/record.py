@@ -411,6 +411,28 @@ class TransferRecord:
         return completed
 
 
+def record_elsewhere(number: int, submission: Submission, layers: int, nbytes: int = 0) -> TransferRecord:
+    """A record of a copy that others carry out: what is known is when all of it has ended, which is told with
+    `land(0)` or `fail`. No stream of this process is ever ordered behind it.
+
+    Args:
+        number: of the record.
+        submission: what is copied; it waits for this record alone.
+        layers: of the model.
+        nbytes: bytes to be moved.
+    """
+    direction = submission.operation.direction
+    record = TransferRecord(number, direction, [submission], _nothing)
+    record.start(TransferPlan(direction, {}, (range(layers),), (0,), nbytes))
+    record.settle()
+    submission.resolve(record, ())
+    return record
+
+
+def _nothing() -> None:
+    """No completion has to be looked for: the end is told."""
+
+
 def device_error(event: Event) -> DeviceError | None:
     """The error of an event's device, if it has failed."""
     try:

@@ -19,8 +19,16 @@ from asynchicache.ports import Port
 from asynchicache.specs import ModelSpec
 from asynchicache.streams.base import Event
 from asynchicache.transfer.audit import AuditStatistics
-from asynchicache.transfer.plan import CacheOperation, Direction, PoolShape, TransferPlan, check_slots
-from asynchicache.transfer.record import Done, OnWait, Reads, Submission, TransferRecord, call_done
+from asynchicache.transfer.plan import CacheOperation, Direction, PoolShape, check_slots
+from asynchicache.transfer.record import (
+    Done,
+    OnWait,
+    Reads,
+    Submission,
+    TransferRecord,
+    call_done,
+    record_elsewhere,
+)
 from asynchicache.transfer.statistics import CompletionCounters, TransferStatistics
 from asynchicache.transfer.ticket import Ticket, done_ticket
 from asynchicache.types import PoolTransfer, check_number
@@ -232,23 +240,18 @@ class RemoteCopies:
             return done_ticket(self._layers, on_wait)
         self._number += 1
         submission = Submission(None, operation, done, (), (), on_wait)
-        record = TransferRecord(self._number, operation.direction, [submission], _nothing)
-        record.start(self._plan(operation))
-        record.settle()  # no stream of this process will ever be ordered behind it
-        submission.resolve(record, ())
+        record = record_elsewhere(self._number, submission, self._layers, self._nbytes(operation))
         self._orders[self._number] = _OpenOrder(operation, submission, record)
         self._idle.clear()
         self._news.set()
         return Ticket(submission, self._layers)
 
-    def _plan(self, operation: CacheOperation) -> TransferPlan:
-        """One group of all layers: what is known is when all of it has arrived."""
-        sizes = [
+    def _nbytes(self, operation: CacheOperation) -> int:
+        return sum(
             len(transfer.sources)
             * self._extents[transfer.pool].spec.slot_bytes(self._extents[transfer.pool].page_size)
             for transfer in operation.transfers
-        ]
-        return TransferPlan(operation.direction, {}, (range(self._layers),), (0,), sum(sizes))
+        )
 
     def _end(self, number: int, error: str) -> None:
         order = self._orders.pop(number)
@@ -304,7 +307,3 @@ class RemoteCopies:
                 order.record.fail(TransferError(f"given up after {deadline_seconds} s: the cache closed"))
             return len(given_up)
         return 0
-
-
-def _nothing() -> None:
-    """No completion has to be looked for: results are told."""

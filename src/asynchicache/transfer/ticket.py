@@ -9,8 +9,9 @@ import msgspec
 
 from asynchicache.errors import TransferError, UsageError
 from asynchicache.transfer.fences import Fence, HostFence
-from asynchicache.transfer.record import LayerStatus, OnWait, Submission
+from asynchicache.transfer.record import LayerStatus, OnWait, Submission, TransferRecord
 
+_ELSEWHERE = "no stream of this process is behind copies that others run; await the ticket"
 _WORST_FIRST = (LayerStatus.FAILED, LayerStatus.PENDING, LayerStatus.SUBMITTED)
 
 
@@ -25,11 +26,14 @@ class Ticket(msgspec.Struct, eq=False, weakref=True):
 
     _submission: Submission
     _layers: int
+    _everywhere: TransferRecord | None = None  # the copy on all ranks, if its end is to be waited for too
 
     @property
     def done(self) -> bool:
-        """Whether every layer is complete or failed."""
+        """Whether every layer is complete or failed; on all ranks, if engines own their device memory."""
         if self._submission.transfers is None:
+            return False
+        if self._everywhere is not None and not self._everywhere.finished:
             return False
         return all(transfer.is_ended(index) for transfer, index in self._submission.groups(self._last))
 
@@ -37,6 +41,8 @@ class Ticket(msgspec.Struct, eq=False, weakref=True):
     def ok(self) -> bool:
         """Whether nothing has failed so far, as the device knows it; final once `done`."""
         if self._submission.failure is not None:
+            return False
+        if self._everywhere is not None and self._everywhere.failure is not None:
             return False
         groups = self._submission.groups(self._last)
         return all(transfer.error_of(index) is None for transfer, index in groups)
@@ -95,7 +101,7 @@ class Ticket(msgspec.Struct, eq=False, weakref=True):
             raise _failed("was not submitted", submission.failure)
         for (transfer, index), is_enqueued in zip(groups, enqueued, strict=True):
             if not is_enqueued:
-                raise _failed("was not submitted", transfer.error_of(index))
+                raise _failed("was not submitted", transfer.error_of(index) or TransferError(_ELSEWHERE))
 
     async def layer(self, layer: int) -> None:
         """Wait until the bytes of layer `layer` have landed, as the host sees it.
@@ -117,7 +123,14 @@ class Ticket(msgspec.Struct, eq=False, weakref=True):
         Raises:
             TransferError: some will not.
         """
-        return self.layer(self._last).__await__()
+        return (self.layer(self._last) if self._everywhere is None else self._landed()).__await__()
+
+    async def _landed(self) -> None:
+        await self.layer(self._last)
+        assert self._everywhere is not None, "the caller has looked"
+        error = await self._everywhere.landed(0)
+        if error is not None:
+            raise _failed("failed on another rank", error)
 
     async def _resolved(self) -> None:
         """Wait until it is known which transfers it depends on; always a cancellation point.

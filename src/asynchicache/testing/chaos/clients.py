@@ -225,9 +225,11 @@ class Forwards:
     async def run(self) -> None:
         """Prefill, decode, publish."""
         engine, request, turn = self._engine, self._request, self._turn
-        prompt = len(request.tokens)
-        for stop in sorted({*request.cuts, *turn.stops, prompt}):
+        prompt, split = len(request.tokens), request.split
+        for stop in sorted({*request.cuts, *turn.stops, prompt, *([split] if split else ())}):
             await self._forward(stop)
+            if stop == split == self.done:
+                await self._suspend(0.0)  # what was read meanwhile is part of the next match
         for token in turn.output:
             engine.did("append")
             request.append([token])
@@ -260,10 +262,13 @@ class Forwards:
         self._forwards += 1
         if self._forwards != self._turn.suspend:
             return
+        await self._suspend(self._turn.away)
+
+    async def _suspend(self, away: float) -> None:
         engine, request = self._engine, self._request
         engine.did("suspend")
         request.suspend(self.done, after=engine.stream)
-        await asyncio.sleep(self._turn.away)
+        await asyncio.sleep(away)
         request.rematch()
         case = engine.hits.opened(request, self._turn.tenant)
         if self._turn.patience != 0:

@@ -137,7 +137,9 @@ class HitOracle:
         self._wanted: dict[bytes, float] = {}
         self.recency = recency
         self._pools = [pool.name for pool in cache.spec.pools]
-        self.costs = CostOracle(self._pools, ledger, storage.never_troubled, self._wanted_since, self._holds)
+        self.costs = CostOracle(
+            self._pools, ledger, storage.never_troubled, self._wanted_since, self._holds, self._held_reads
+        )
         self._refused = 0
         self._favours: dict[bytes, list[tuple[float, int]]] = {}  # by namespace, until when how many pages
         self._clock = asyncio.get_running_loop().time
@@ -199,12 +201,15 @@ class HitOracle:
     def prefetching(self, request: Request, case: HitCase, *, patient: bool) -> Iterator[None]:
         """A request waits for storage. `patient`: as long as the policy allows."""
         self._begin(case)
-        refusals, answered = self._refusals, False
+        refusals, answered, split = self._refusals, False, request.split
         try:
             yield
             answered = True
         finally:
             self._waiting.remove(case)
+            if request.split != split:  # the rest is read while the request computes
+                case.allowed.add(MissReason.CHEAPER_TO_COMPUTE)
+                answered = False
             if not self._excused():  # also if it gave up: it may have learned what storage has
                 case.refused = self._refusals > refusals
                 self._answered(request, case, patient=patient and answered)
@@ -240,6 +245,11 @@ class HitOracle:
                 first, end = span(self._tree, node, component_id)
                 found.update(self._tree.digests(node)[first - end :])
         return found
+
+    def _held_reads(self) -> set[bytes]:
+        """The pages of reads of which requests compute the beginning."""
+        reads = self._controller.planner.prefetches.in_flight
+        return {digest for read in reads if read.held for digest in read.query.digests}
 
     @property
     def _asks(self) -> bool:

@@ -24,6 +24,7 @@ class CacheInternals:
 
     Attributes:
         state: the cache's state, including the holders of slots.
+        costs: what the cache has measured of reading and computing.
         memory: every tensor of every pool in both tiers as bytes, `[layers, slots, ...]`.
         violations: allocations of slots that must never be reused.
     """
@@ -33,6 +34,7 @@ class CacheInternals:
         self.state: CacheState = controller.planner.state
         self._controller = controller
         self._engine = parts.engine
+        self.costs = controller.costs
         self._poisons = True
         self._owners = {
             pool: component_id

@@ -12,7 +12,13 @@ from asynchicache.config import CacheConfig, PrefetchOptions
 from asynchicache.errors import CapacityError, StorageError, UsageError
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.testing.chaos.clients import FOREVER, ChaosEngine
-from asynchicache.testing.chaos.faults import ChaosDevice, FaultDraws, refusing_memory, refusing_room
+from asynchicache.testing.chaos.faults import (
+    ChaosDevice,
+    FaultDraws,
+    refusing_memory,
+    refusing_room,
+    splitting_reads,
+)
 from asynchicache.testing.chaos.hits import HitOracle
 from asynchicache.testing.chaos.inside import CacheInternals
 from asynchicache.testing.chaos.ledger import Ledger, error_text
@@ -39,7 +45,13 @@ def life_limits(life: Life) -> PoolLimits:
 def life_prefetch(life: Life) -> PrefetchOptions:
     """Prefetch options, which determine how long requests wait for storage."""
     seconds = life.patience + 40 * life.storage.exists
-    return PrefetchOptions(policy=life.prefetch, base_seconds=seconds, max_seconds=4 * seconds)
+    return PrefetchOptions(
+        policy=life.prefetch,
+        base_seconds=seconds,
+        max_seconds=4 * seconds,
+        load_or_compute=life.split > 0,
+        partial_loads=life.split > 0,
+    )
 
 
 def life_config(life: Life, *, tails: bool = False) -> CacheConfig:
@@ -160,6 +172,7 @@ class _LifeRun:
                 with (
                     inside.watching_failed_copies(),
                     refusing_room(inside.state, self._draws, self._life.refuse),
+                    splitting_reads(inside.costs, self._draws, self._life.split),
                 ):
                     tasks = await self._live(engine)
                 self._ledger.violations += inside.violations

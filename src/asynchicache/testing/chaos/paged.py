@@ -44,7 +44,7 @@ def _paged(life: Life, spec: ModelSpec) -> Life:
     if life.shared and life.layout.whole_slots:
         shared = max(2 * life.shared, 2 * host_bytes(spec, sizes))  # else it would be refused
     return msgspec.structs.replace(
-        life, sizes=sizes, write_policy=policy, steady=None, poor=None, paged=True, shared=shared
+        life, sizes=sizes, write_policy=policy, steady=None, poor=None, paged=True, shared=shared, split=0.0
     )
 
 
@@ -81,6 +81,28 @@ class ChaosBlocks:
             for pool in self.spec.owners
         }
 
+    def named(
+        self, tables: dict[str, list[int]], pages: int, restored: int = 0
+    ) -> dict[str, Sequence[int | None]]:
+        """The pages of every pool for a prefix of `pages` pages; of windows and states, those that it needs.
+
+        Args:
+            tables: of the request.
+            pages: whole pages of the prefix.
+            restored: pages of its hit. Windows have no pages that only shorter prefixes need.
+        """
+        found: dict[str, Sequence[int | None]] = {}
+        for pool in self.spec.owners:
+            window, table = pool.coverage.pages, tables[pool.name]
+            if not pool.per_token:
+                found[pool.name] = table if pages else []
+            elif window is None:
+                found[pool.name] = table[:pages]
+            else:
+                first = max(pages - window, restored - window, 0)
+                found[pool.name] = [None if page < first else table[page] for page in range(pages)]
+        return found
+
     def leave(self, tables: dict[str, list[int]], tickets: list[Ticket]) -> None:
         """A request has ended; its pages are free once its copies have ended."""
         self._leaving.append((tables, tickets))
@@ -110,34 +132,12 @@ class PagedChaosEngine(ChaosEngine):
                 self.did("load")
                 whole = request.hit.tokens // self.cache.spec.page_size
                 with self.hits.loading(request, case):
-                    tickets.append(request.load(into=self.named(tables, whole), after=self.stream))
+                    tickets.append(request.load(into=self.blocks.named(tables, whole), after=self.stream))
                 await tickets[0].submitted()
                 self._count(request)
                 await self._run(PagedForwards(self, request, turn, tables, tickets), turn, request)
             finally:
                 self.blocks.leave(tables, tickets)
-
-    def named(
-        self, tables: dict[str, list[int]], pages: int, restored: int = 0
-    ) -> dict[str, Sequence[int | None]]:
-        """The pages of every pool for a prefix of `pages` pages; of windows and states, those that it needs.
-
-        Args:
-            tables: of the request.
-            pages: whole pages of the prefix.
-            restored: pages of its hit. Windows have no pages that only shorter prefixes need.
-        """
-        found: dict[str, Sequence[int | None]] = {}
-        for pool in self.cache.spec.owners:
-            window, table = pool.coverage.pages, tables[pool.name]
-            if not pool.per_token:
-                found[pool.name] = table if pages else []
-            elif window is None:
-                found[pool.name] = table[:pages]
-            else:
-                first = max(pages - window, restored - window, 0)
-                found[pool.name] = [None if page < first else table[page] for page in range(pages)]
-        return found
 
 
 class PagedForwards(Forwards):
@@ -167,7 +167,7 @@ class PagedForwards(Forwards):
         whole = length // self._paged.cache.spec.page_size
         ticket = self._request.checkpoint(
             length,
-            pages=self._paged.named(self._tables, whole, self._hit),
+            pages=self._paged.blocks.named(self._tables, whole, self._hit),
             after=self._paged.stream,
             final=final,
         )

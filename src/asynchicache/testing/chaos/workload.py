@@ -54,6 +54,9 @@ _SUSPENDING_SEEDS = 5
 _HINTED_SEEDS = 6
 """One of so many seeds has requests with hints."""
 
+_SPLIT_SEEDS = 12
+"""One of so many seeds has a model with attention only, and computes the beginning of what is read."""
+
 _TAIL_SEEDS = 7
 """Two of so many seeds have prefixes that end inside a page."""
 
@@ -82,6 +85,8 @@ def draw_script(seed: int) -> Script:
         script = msgspec.structs.replace(script, tails=True)
     if seed % _HINTED_SEEDS == 4:
         script = _with_hints(script)
+    if seed % _SPLIT_SEEDS == 3 and not script.tails:
+        script = _with_splits(script)
     return _with_suspensions(script) if seed % _SUSPENDING_SEEDS == 1 else script
 
 
@@ -97,6 +102,21 @@ def _with_hints(script: Script) -> Script:
         return msgspec.structs.replace(turn, hint=chance.choice(kinds))
 
     return _with_turns(script, change)
+
+
+def _with_splits(script: Script) -> Script:
+    """Leave the model its attention, and let requests compute the beginning of what they read."""
+    chance = random.Random(f"split {script.seed}")
+    model = msgspec.structs.replace(script.model, states=False, window=0, near=0, draft=False)
+    pools = {pool.name for pool in model.spec().pools}
+
+    def change(life: Life) -> Life:
+        sizes = {name: size for name, size in life.sizes.items() if name in pools}
+        split = 0.0 if life.paged else chance.choice([0.3, 0.7, 1.0])
+        return msgspec.structs.replace(life, sizes=sizes, split=split)
+
+    last = None if script.last is None else change(script.last)
+    return msgspec.structs.replace(script, model=model, lives=tuple(map(change, script.lives)), last=last)
 
 
 def _with_suspensions(script: Script) -> Script:
