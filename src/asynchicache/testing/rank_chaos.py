@@ -74,6 +74,8 @@ class DelayedLink:
         self.spoil: Callable[[bytes], bytes] = lambda data: data
         self.other = self
         self._chance = chance
+        # Drawn apart: a seed replays alike, however long the number of the process is that greetings name.
+        self._cuts = random.Random(chance.random())
         self._mean = mean_seconds
         self._inbox: deque[bytes] = deque()
         self._sent: deque[bytes] = deque()
@@ -109,7 +111,7 @@ class DelayedLink:
         data = self._inbox.popleft()
         if not data:
             return data
-        cut = self._chance.randrange(1, len(data) + 1)
+        cut = self._cuts.randrange(1, len(data) + 1)
         if cut < len(data):
             self._inbox.appendleft(data[cut:])
         return data[:cut]
@@ -628,7 +630,8 @@ class _RankLife:
             for store, rates in zip(self._stores, script.rates, strict=True)
         ]
         if script.paged:
-            self._memories = [PagedMemory(self._spec, pages) for pages in self._pages()]
+            # The mirror writes garbage on its streams: at once, it would hit what a forward still reads.
+            self._memories = [PagedMemory(self._spec, pages, poison=False) for pages in self._pages()]
         group = RankGroup(_TOKEN, LIMITS, share_host=script.share_host)
         stack.push_async_callback(group.aclose)
         joined: dict[int, RankWorker] = {}
