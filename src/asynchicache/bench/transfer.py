@@ -280,7 +280,8 @@ def _fill(rig: CopyRig, direction: Direction, seed: int) -> None:
     for source, destination in _sides(rig, direction):
         nbytes = source.numel() * source.element_size()
         numbers = torch.arange(start, start + -(-nbytes // 8), dtype=torch.int64, device=_place(rig))
-        numbers = numbers.view(torch.uint8)
+        # On the side of the source: CUDA refuses one copy across two registrations of pinned memory.
+        numbers = numbers.view(torch.uint8).to(source.device)
         source.copy_(numbers[:nbytes].view(source.dtype).view(source.shape))
         destination.zero_()
         start += len(numbers)
@@ -293,6 +294,11 @@ def _arrived(rig: CopyRig, operation: CacheOperation) -> bool:
     place = _place(rig)
     order = [torch.tensor(list(slots), device=place) for slots in (transfer.sources, transfer.destinations)]
     return all(
-        torch.equal(source.to(place)[:, order[0]], destination.to(place)[:, order[1]])
+        torch.equal(_moved(source, place)[:, order[0]], _moved(destination, place)[:, order[1]])
         for source, destination in _sides(rig, operation.direction)
     )
+
+
+def _moved(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """`tensor` on `place`, through memory that is not pinned, as in `_fill`."""
+    return tensor if tensor.device.type == place.type else tensor.clone().to(place)
