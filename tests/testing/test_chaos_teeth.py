@@ -38,7 +38,6 @@ RARE = {
     "slots_are_moved_without_their_bytes",
     "slots_of_a_late_call_are_given_back",
     "split_forgets_who_keeps_the_window",
-    "stale_marks_after_storage_was_cleared",
     "state_published_inside_a_page",
     "tombstone_recovered_though_it_was_none",
     "waiter_that_gives_up_frees_the_read",

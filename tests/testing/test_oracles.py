@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from asynchicache.controller.prefetch import Prefetcher
 from asynchicache.hashing import ObjectKey
+from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.load import LoadPlanner
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.prefetch import PrefetchPlanner, ReadPlan
@@ -41,6 +43,7 @@ from asynchicache.testing.chaos.script import (
     ModelShape,
     Pace,
     Script,
+    ScriptEvent,
     Steady,
 )
 from asynchicache.testing.chaos.steady import BOUND_SECONDS, SteadyTraffic
@@ -698,3 +701,21 @@ def test_a_wait_is_no_longer_than_storage_takes(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Prefetcher, "prefetch", slow)
     assert any(words.startswith("wait: a request waited 0.04") for words in found())
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_what_is_marked_stored_is_in_storage(forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not forgets:
+        monkeypatch.setattr(BackupPlanner, "forget_stored", lambda self: None)
+    first, *later = script().lives
+    others = ChaosClient(
+        turns=tuple(
+            ClientTurn(prompt=tuple(range(begin, begin + 5)), patience=None, durable=True)
+            for begin in range(100, 400, 10)
+        )
+    )
+    clears = (ScriptEvent(wait=5e-3, what="clear"),)
+    life = msgspec.structs.replace(first, clients=(*first.clients, others), events=clears)
+    violations = run_script(msgspec.structs.replace(script(), lives=(life, *later))).violations
+    wrong = [words for words in violations if words.endswith("of kv are marked stored, and are not")]
+    assert bool(wrong) is not forgets

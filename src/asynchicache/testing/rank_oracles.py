@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from asynchicache.backends.memory import MemoryStore
 from asynchicache.cache import HybridCache
 from asynchicache.pools.device import DevicePool
 from asynchicache.ranks.worker import RankWorker
+from asynchicache.testing.chaos.inside import marked_stored
 
 
 def wrong_sizes(
@@ -45,21 +46,10 @@ def wrongly_marked(cache: HybridCache, stores: Sequence[MemoryStore]) -> list[st
         for rank, store in enumerate(stores)
     ]
     found = []
-    for pool, pages in _marked(cache):
+    for pool, pages in marked_stored(cache):
         ranks = [
             rank for rank, known in enumerate(there) if not known.issuperset((pool, one) for one in pages)
         ]
         if ranks:
             found.append(f"pages of {pool} are marked stored, and not on ranks {ranks}")
     return found
-
-
-def _marked(cache: HybridCache) -> Iterator[tuple[str, Sequence[bytes]]]:
-    """The digests that are marked stored, by node and pool."""
-    state = cache._controller.planner.state  # noqa: SLF001 - looks inside
-    for node in state.tree.nodes():
-        digests = state.tree.digests(node)
-        for component in range(len(state.names)):
-            if node.stored >> component & 1:
-                for pool in state.sharing(component):
-                    yield pool, digests if cache.spec.pool(pool).per_token else digests[-1:]

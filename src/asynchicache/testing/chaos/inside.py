@@ -117,3 +117,14 @@ class CacheInternals:
             ("copies in flight", state.tier_copies),
             ("lists of locks", state.locked),
         ]
+
+
+def marked_stored(cache: HybridCache) -> Iterator[tuple[str, Sequence[bytes]]]:
+    """The digests that are marked stored, by node and pool."""
+    state = cache._controller.planner.state  # noqa: SLF001 - looks inside
+    for node in state.tree.nodes():
+        digests = state.tree.digests(node)
+        for component in range(len(state.names)):
+            if node.stored >> component & 1:
+                for pool in state.sharing(component):
+                    yield pool, digests if cache.spec.pool(pool).per_token else digests[-1:]

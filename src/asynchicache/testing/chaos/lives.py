@@ -146,6 +146,7 @@ class _LifeRun:
         self._recency = recency
         self._paged: PagedMemory | None = None
         self._restarts: list[asyncio.Task[None]] = []
+        self._others = script.together
         # With dishonest storage, a page reported as present may be missing, which is not the cache's fault.
         self._promises = promises if not any(map(_dishonest, script.every_life)) else None
 
@@ -303,6 +304,8 @@ class _LifeRun:
         await asyncio.sleep(1.0)
         await engine.cache.drain()
         engine.verify("at the end")
+        if not self._others:  # which may clear the store that all share
+            self._ledger.violations += self._storage.wrongly_marked(engine.cache)
         if engine.suspect and not inside.failed:
             self._ledger.violations += [f"undetected: {words}" for words in engine.suspect]
         if self._device.error is None and not self._device.lied:

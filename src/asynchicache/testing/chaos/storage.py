@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from asynchicache.backends.memory import MemoryBackend, MemoryEngine
+from asynchicache.cache import HybridCache
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.hashing import ObjectKey
 from asynchicache.storage.breaker import BreakerState
@@ -15,6 +16,7 @@ from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend, touch_of
 from asynchicache.testing.chaos.calls import Call, Calls
 from asynchicache.testing.chaos.faults import SLOWER, FaultDraws
+from asynchicache.testing.chaos.inside import marked_stored
 from asynchicache.testing.chaos.ledger import Ledger
 from asynchicache.testing.chaos.script import StorageFaults
 from asynchicache.testing.chaos.store import ChaosStore
@@ -35,6 +37,8 @@ _TROUBLE = (
 )
 """What goes wrong with storage beside what `Faulty` counts."""
 
+_FAULTS_THAT_LOSE = ("hang", "late", "lie", "swap", "drop", "stall", "lose", "forget", "detach")
+"""After these, storage may lack what it has acknowledged, or lose it when a late call ends."""
 
 _SPEEDS = ("stall", "exists")
 """What a script says of storage that is no fault rate."""
@@ -130,6 +134,19 @@ class ChaosStorage:
         """Whether the breakers let every call through now."""
         pools = controller.storage.statistics().values()
         return all(pool.breaker is BreakerState.CLOSED for pool in pools)
+
+    def wrongly_marked(self, cache: HybridCache) -> list[str]:
+        """Describe pages that the cache believes to be stored, and never writes again, while storage lacks
+        them; of a storage that loses nothing by itself."""
+        counted, injected = self._draws.counted, self._faulty.injected
+        lossy = any(counted[f"storage.{kind}"] or injected[kind] for kind in _FAULTS_THAT_LOSE)
+        if lossy or counted["clock.jump"] or self.store.capacity_bytes is not None:
+            return []
+        return [
+            f"{have.count(0)} pages of {pool} are marked stored, and are not"
+            for pool, digests in marked_stored(cache)
+            if not all(have := self.has([pool], digests))
+        ]
 
     def never_troubled(self) -> bool:
         """Whether storage never had a fault."""
