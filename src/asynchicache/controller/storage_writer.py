@@ -22,6 +22,9 @@ from asynchicache.tracing import Tracer
 from asynchicache.tree.node import FULL_HOST, RESIDENT, Locks, Node
 from asynchicache.types import MissReason, Outcome, ShedReason
 
+_URGENT_WRITES = 2
+"""Failed writes after which `durable` gives up a path that lacks room: one may have begun before."""
+
 _SHED = {
     Outcome.REJECTED: ShedReason.REJECTED,
     Outcome.FAILED: ShedReason.FAILED,
@@ -281,6 +284,8 @@ class StorageWriter:
         tried = waits = False
         try:
             while self._storage and not (request.unpublished or self._executor.stopped):
+                if waits and self._backups.failures[node] >= _URGENT_WRITES:
+                    return False  # parts that evict each other would be copied and written for ever
                 if self.clearing or self._backups.in_flight(node):
                     await self._executor.next_progress()
                 elif self._backups.is_stored(node):
@@ -303,6 +308,8 @@ class StorageWriter:
         finally:
             if waits:
                 self._backups.urgent.remove(node)
+                if node not in self._backups.urgent:
+                    del self._backups.failures[node]
                 self._executor.progress.set()  # the next has its turn
 
     async def _back_up_in_turn(self, node: Node) -> bool:

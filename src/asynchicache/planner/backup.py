@@ -46,6 +46,7 @@ class BackupPlanner:
         urgent: ends of paths that a caller waits for and that found no host slots, first come, first served.
             While there are any, no backup but that of the first gets host slots, except free ones that none
             of these paths needs.
+        failures: by end of an urgent path, how many writes of its pages alone have failed since it is urgent.
         preparing: ends of paths that are written to storage once their digests are computed.
         forgotten: how many times all knowledge of storage was dropped.
     """
@@ -57,6 +58,7 @@ class BackupPlanner:
         self._activity = activity
         self.postponed: dict[CopyRequest, int] = {}
         self.urgent: list[Node] = []
+        self.failures: Counter[Node] = Counter()
         self.preparing: list[Node] = []
         self._noted: list[set[Node]] = []
         self.forgotten = 0
@@ -449,6 +451,7 @@ class BackupPlanner:
         for noted in self._noted:
             noted.update(node for mark in work.marks for node in mark.nodes())
         if not stored:
+            self._count_failure(work)
             for mark in work.marks:
                 for node in mark.nodes():
                     node.stored &= ~(1 << mark.component_id)
@@ -458,6 +461,11 @@ class BackupPlanner:
                     watcher.on_store(node, mark.component_id)
         if not late:
             self.finish(work)
+
+    def _count_failure(self, work: StorageWrite) -> None:
+        nodes = {node for mark in work.marks for node in mark.nodes()}
+        # A write that goes beyond an urgent path may have failed for what lies there.
+        self.failures.update(end for end in set(self.urgent) if nodes.issubset(_path(end)))
 
     def finish(self, work: StorageWrite) -> None:
         """Release the locks of a write: the engine no longer reads its slots."""
