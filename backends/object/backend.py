@@ -111,9 +111,13 @@ class ObjectBackend:
         """Mark an empty prefix as ours; refuse a foreign one."""
         found = await self._read_format()
         if found is None:
-            await self._start()
-        elif found != _OURS:
-            raise self._foreign(found)
+            if await self._holds_nothing_else():
+                if not self._options.read_only:
+                    await obstore.put_async(self._store, _FORMAT, _OURS, use_multipart=False)
+                return
+            found = await self._read_format()  # another process may have marked it between the two questions
+        if found != _OURS:
+            raise self._foreign(found or b"")
 
     async def _read_format(self) -> bytes | None:
         try:
@@ -124,14 +128,11 @@ class ObjectBackend:
             return b""
         return bytes(await answer.bytes_async())
 
-    async def _start(self) -> None:
-        """Mark a prefix that is empty or has only our folders: an expiry rule may have deleted the marker."""
+    async def _holds_nothing_else(self) -> bool:
+        """Whether the prefix is empty or has only our folders: an expiry rule may have deleted the marker."""
         listed = await obstore.list_with_delimiter_async(self._store)
         folders = [path.rpartition("/")[2] for path in listed["common_prefixes"]]
-        if listed["objects"] or not all(map(_POOL_FOLDER.fullmatch, folders)):
-            raise self._foreign(b"")
-        if not self._options.read_only:
-            await obstore.put_async(self._store, _FORMAT, _OURS, use_multipart=False)
+        return not listed["objects"] and all(map(_POOL_FOLDER.fullmatch, folders))
 
     def _foreign(self, found: bytes) -> StorageFormatError:
         magic, _, version = found.decode("utf-8", "replace").strip().rpartition(" ")

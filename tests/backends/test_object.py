@@ -14,6 +14,7 @@ import pytest
 from obstore.exceptions import GenericError
 
 from asynchicache.backends.object import open_backend
+from asynchicache.backends.object.backend import ObjectBackend
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.stores import advice
 from asynchicache.errors import ClosedError, ConfigError, StorageError
@@ -290,3 +291,23 @@ def test_secrets_are_not_shown() -> None:
     assert "s3cret" not in repr(
         ObjectOptions.of({"url": "s3://b", "config": {"secret_access_key": "s3cret"}})
     )
+
+
+@pytest.mark.asyncio
+async def test_a_folder_that_another_process_begins_meanwhile_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the question for the marker and the list of what is there, another rank puts the marker."""
+    read = ObjectBackend._read_format
+    marker = tmp_path / "pages" / "FORMAT"
+
+    async def late(self: ObjectBackend) -> bytes | None:
+        found = await read(self)
+        if found is None:
+            marker.write_bytes(b"asynchicache object store 1\n")
+        return found
+
+    monkeypatch.setattr(ObjectBackend, "_read_format", late)
+    async with bench_at({"url": f"file://{tmp_path}/pages"}) as bench:
+        assert await bench.engine.exists([]) == b""
+    assert marker.exists()
