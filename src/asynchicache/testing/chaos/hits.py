@@ -433,6 +433,8 @@ class HitOracle:
                 common = min(_common(path[-2::-1], case, self._tree.page_bytes), end)
                 if common > first:
                     case.disturbed = True
+                    if component_id == FULL:  # it was all in memory, maybe for less time than the wait
+                        case.furthest = max(case.furthest, common)
                     for there in (case.memory, case.stored):
                         there[component_id][first:common] = bytes(common - first)
 
