@@ -121,8 +121,8 @@ class VirtualCache(InstantCache):
             for slot, digest in zip(slots, choice.read.digests(number), strict=True):
                 host[slot] = stored[digest]
             outcomes[number] = [Outcome.HIT] * len(slots)
-        for gained in reader.deliver(choice.read, outcomes):
-            self.carry_out(gained.backups)
+        for result in reader.deliver(choice.read, outcomes):
+            self.carry_out(result.backups)
         reader.finish(choice.read)
         self.planner.rematch(request)
 

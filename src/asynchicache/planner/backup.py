@@ -123,7 +123,7 @@ class BackupPlanner:
         state = self._state
         if not wanted:
             return []
-        with self._kept(node, wanted):
+        with self._locked(node, wanted):
             batch = self._host_slots(wanted)
         begun = {want for want, _ in batch}
         self._postpone([want for want in wanted if want not in begun], period)
@@ -187,23 +187,23 @@ class BackupPlanner:
         counts: Counter[SlotPlace] = Counter()
         for want in wanted:
             counts[place_of(want.component_id, Tier.HOST)] += want.size
-        with self._kept(wanted[-1].node, wanted):
+        with self._locked(wanted[-1].node, wanted):
             return self._state.make_room_for_all(counts) is None
 
     @contextmanager
-    def _kept(self, node: Node, wanted: list[CopyRequest]) -> Iterator[None]:
+    def _locked(self, node: Node, wanted: list[CopyRequest]) -> Iterator[None]:
         """During the body, keep what copies of `wanted`, on the path to `node`, need: what they read, and the
         last host copy above them. It must not be evicted to make room for them."""
-        kept: Locks = [(want.node, place_of(want.component_id, Tier.DEVICE)) for want in wanted]
+        locks: Locks = [(want.node, place_of(want.component_id, Tier.DEVICE)) for want in wanted]
         while node.parent is not None and node.residency[FULL_HOST] == ABSENT:
             node = node.parent
         if node.parent is not None:
-            kept.append((node, FULL_HOST))
-        self._state.lock(kept)
+            locks.append((node, FULL_HOST))
+        self._state.lock(locks)
         try:
             yield
         finally:
-            self._state.unlock(kept)
+            self._state.unlock(locks)
 
     def _host_slots(self, wanted: list[CopyRequest]) -> list[tuple[CopyRequest, list[int]]]:
         """Allocate host slots for `wanted`, parents first, as far as there is room."""

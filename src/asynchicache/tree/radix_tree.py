@@ -893,19 +893,24 @@ class UnifiedRadixTree:
             raise InternalError(f"pages inserted behind {lease.node!r}, which is not on the device")
         result = self._walk_in(lease.node, tokens, slots, FULL_DEVICE)
         node = result.node
-        begun = [node.end - node.pages for node in result.filled]
-        for component_id, pages in (windows or {}).items():
-            self.cut_window(node, component_id)  # what precedes the window can then be evicted alone
-            result.windows[component_id] = self.take_pages(node, component_id, Tier.DEVICE, pages)
-            self.use(self.components[component_id - 1], node)
-        result.filled = [
-            part for fresh, start in zip(result.filled, begun, strict=True) for part in _parts(fresh, start)
-        ]
+        if windows:
+            self._insert_windows(result, windows)
         self.published(node, lease.credit, fresh=bool(result.filled))
         self.relock(lease, node)
         for component_id, pages in (windows or {}).items():
             self._keep_taken(lease, component_id, pages.first, result.windows[component_id])
         return result
+
+    def _insert_windows(self, result: Inserted, windows: Mapping[int, Pages]) -> None:
+        """Take the windows behind pages that were just inserted; this may cut the nodes of those pages."""
+        begun = [node.end - node.pages for node in result.filled]
+        for component_id, pages in windows.items():
+            self.cut_window(result.node, component_id)  # what precedes the window can then be evicted alone
+            result.windows[component_id] = self.take_pages(result.node, component_id, Tier.DEVICE, pages)
+            self.use(self.components[component_id - 1], result.node)
+        result.filled = [
+            part for fresh, start in zip(result.filled, begun, strict=True) for part in _parts(fresh, start)
+        ]
 
     def published(self, node: Node, credit: float, *, fresh: bool) -> None:
         """A request published the path to `node`; `fresh`: it computed pages that the tree had not."""
