@@ -32,13 +32,14 @@ async def serving(
     storage: StorageBackend | None = None,
     storage_limits: PoolLimits = PATIENT,
     tails: bool = False,
+    prefetch: PrefetchOptions = WAIT,
     **options: int,
 ) -> AsyncIterator[PrefixCachedModel]:
     """One of the zoo's models; afterwards every page must be accounted for, and none held."""
     sizes = {pool.name: slots for pool in tiny_spec(name).owners} | (device_slots or {})
     config = CacheConfig(
         device_slots=sizes,
-        prefetch=WAIT,
+        prefetch=prefetch,
         weight_version="test",
         storage_limits=storage_limits,
         tails=tails,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from asynchicache.errors import CapacityError, UsageError
 from asynchicache.integrations.bridge import LoopBridge
 from asynchicache.integrations.transformers.forward import feeds_one_by_one
 from asynchicache.integrations.transformers.prefill_runner import (
+    Prefill,
     Prefilled,
     PrefillRunner,
     open_prefill_runner,
@@ -103,7 +104,13 @@ class CachedGenerate:
         try:
             async with self._cache.request(tokens, namespace=namespace, salt=salt) as request:
                 await request.prefetch()
-                return await self._runner.prefill(request, tokens, self._end_of_prefill(len(tokens)))
+                begun: Prefill | int = 0
+                if request.split:
+                    begun = await self._runner.prefill_beginning(request, tokens, nullcontext())
+                    if isinstance(begun, int):
+                        request.rematch()
+                end = self._end_of_prefill(len(tokens))
+                return await self._runner.prefill(request, tokens, end, begun=begun)
         except CapacityError:  # longer than all device pages
             return Prefilled(new_cache(self._model.config), Hit(0, reason=MissReason.DEVICE_CAPACITY), None)
 

@@ -22,7 +22,11 @@ from asynchicache.integrations.transformers.admission import (
 )
 from asynchicache.integrations.transformers.decoding import Decoder, Row
 from asynchicache.integrations.transformers.generation import Generation, GenerationJob
-from asynchicache.integrations.transformers.prefill_runner import PrefillRunner, open_prefill_runner
+from asynchicache.integrations.transformers.prefill_runner import (
+    Prefill,
+    PrefillRunner,
+    open_prefill_runner,
+)
 from asynchicache.integrations.transformers.sampling import GREEDY, Sampling
 from asynchicache.integrations.transformers.sharing import PromptSharing
 from asynchicache.integrations.transformers.stopping import StopRule, end_tokens
@@ -221,10 +225,15 @@ class PrefixCachedModel:
         async with request:
             await request.prefetch()
             request.rest()  # releases its leases, so that they do not block eviction while it waits
+            begun: Prefill | int = 0
+            if request.split:
+                prompt = job.prompt.tolist()
+                begun = await self._runner.prefill_beginning(request, prompt, self._prefilling)
             async with self._prefilling:
                 self._sharing.leave(job)
-                request.rematch()  # earlier requests may have published a part of this prompt
-                row = await self._prefill(job, request)
+                if isinstance(begun, int):
+                    request.rematch()  # earlier requests may have published a part of this prompt
+                row = await self._prefill(job, request, begun)
         await self._decoder.run(row)
         ending = self._request(job)
         ending.recorded = False  # a trace has the prompt
@@ -240,10 +249,14 @@ class PrefixCachedModel:
             hint=job.hint,
         )
 
-    async def _prefill(self, job: GenerationJob, request: Request) -> Row:
+    async def _prefill(self, job: GenerationJob, request: Request, begun: Prefill | int) -> Row:
         """Prefill the prompt and choose the first token of the output."""
         prefilled = await self._runner.prefill(
-            request, job.prompt.tolist(), len(job.prompt), shared=partial(self._sharing.cut, job)
+            request,
+            job.prompt.tolist(),
+            len(job.prompt),
+            begun=begun,
+            shared=partial(self._sharing.cut, job),
         )
         assert prefilled.logits is not None, "a hit leaves a token to compute"
         job.hit = prefilled.hit

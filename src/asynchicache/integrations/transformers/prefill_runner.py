@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -41,6 +41,23 @@ class Prefilled:
     logits: torch.Tensor | None
 
 
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """A prompt that is being computed.
+
+    Attributes:
+        prefix: its pages in the cache.
+        memory: the model's cache.
+        at: tokens in `memory`.
+        logits: logits after the last computed token, `[vocabulary]`; None if no token was computed.
+    """
+
+    prefix: CachedPrefix
+    memory: DynamicCache
+    at: int
+    logits: torch.Tensor | None = None
+
+
 class PrefillRunner:
     """One model, its thread, and a cache of its pages.
 
@@ -68,34 +85,81 @@ class PrefillRunner:
         tokens: Sequence[int],
         end: int,
         *,
+        begun: Prefill | int = 0,
         shared: Callable[[int], int | None] = lambda at: None,
     ) -> Prefilled:
         """Compute the part of `tokens[:end]` that is not cached, and publish it.
 
         Args:
-            request: of the tokens; entered, and not loaded.
+            request: of the tokens; entered, and not loaded unless `begun` is a prefill.
             tokens: the prompt.
             end: where to stop. A longer hit is used as a whole.
+            begun: what `prefill_beginning` returned, if it was called.
             shared: asked before each forward with the length so far: where other prompts leave this one.
         """
+        computed = begun if isinstance(begun, int) else 0
+        running = begun if isinstance(begun, Prefill) else await self._begin(request)
+        await self._compute(running, request, tokens, end, shared)
+        return Prefilled(running.memory, _without(running.prefix.hit, computed), running.logits)
+
+    async def prefill_beginning(
+        self, request: Request, tokens: Sequence[int], turn: AbstractAsyncContextManager[object]
+    ) -> Prefill | int:
+        """Compute the beginning of a prompt while storage reads the rest of its prefix; see `Request.split`.
+
+        Args:
+            request: of the tokens; after `prefetch`, with a split.
+            tokens: the prompt.
+            turn: entered while the model computes.
+
+        Returns:
+            The number of tokens computed, which are a part of the hit from now on; or, if the request could
+            not be suspended, the prefill to continue.
+        """
+        computed = 0
+        async with turn:
+            if request.rematch().tokens < request.split:  # else another request has published it meanwhile
+                running = await self._begin(request)
+                await self._compute(running, request, tokens, request.split, publish=False)
+                computed = max(running.at - running.prefix.hit.tokens, 0)
+                if not running.prefix.suspend(running.at):
+                    return running
+                request.rematch()
+        await request.prefetch()
+        request.rest()
+        return computed
+
+    async def _begin(self, request: Request) -> Prefill:
         prefix = CachedPrefix(self.context, request)
         memory = await prefix.restore()
-        cuts, at, logits = set(request.cuts), prefix.hit.tokens, None
-        while at < end:
+        return Prefill(prefix, memory, prefix.hit.tokens)
+
+    async def _compute(
+        self,
+        running: Prefill,
+        request: Request,
+        tokens: Sequence[int],
+        end: int,
+        shared: Callable[[int], int | None] = lambda at: None,
+        *,
+        publish: bool = True,
+    ) -> None:
+        """Compute a prompt up to `end`; `publish` it at cuts, at `end`, and after each chunk with windows."""
+        prefix, memory, cuts = running.prefix, running.memory, set(request.cuts)
+        while (at := running.at) < end:
             if self._needs_cuts and (length := shared(at)) is not None:
                 cuts.add(length)
             stop = self._stop(at, min(cut for cut in (*cuts, end) if at < cut <= end))
             began = time.perf_counter()
-            logits = await self._thread.run(partial(prefill, self._model, memory, tokens, at, stop))
+            running.logits = await self._thread.run(partial(prefill, self._model, memory, tokens, at, stop))
             if request.reports_costs:
                 request.computed(stop - at, time.perf_counter() - began, context=at)
             await prefix.save(memory, stop)
             # A window moves on with the next chunk, so models with windows publish after each one.
-            if stop in cuts or stop == end or self.context.bridge.window_pages:
+            if publish and (stop in cuts or stop == end or self.context.bridge.window_pages):
                 await prefix.publish(stop, final=stop >= self.context.publishable(end))
             await self._thread.run(partial(self.context.trim, memory))
-            at = stop
-        return Prefilled(memory, prefix.hit, logits)
+            running.at = stop
 
     @property
     def _needs_cuts(self) -> bool:
@@ -162,6 +226,14 @@ async def open_prefill_runner(
     cache = await stack.enter_async_context(HybridCache.open(spec, config, storage=storage))
     thread = stack.enter_context(ModelThread(model.device))
     return cache, thread, PrefillRunner(model, cache, thread, prefill_chunk=prefill_chunk)
+
+
+def _without(hit: Hit, computed: int) -> Hit:
+    """A hit less the tokens that the request computed itself."""
+    if not computed:
+        return hit
+    tokens = max(hit.tokens - computed, 0)
+    return replace(hit, tokens=tokens, by_tier=dict.fromkeys(hit.by_tier, tokens))
 
 
 def _check(model: PreTrainedModel, config: CacheConfig, prefill_chunk: int) -> None:

@@ -148,6 +148,16 @@ class CachedPrefix:
         except CacheError as error:
             self._give_up(error)
 
+    def suspend(self, stop: int) -> bool:
+        """Publish tokens saved up to `stop`, and give the request's pages back; False if it must go on."""
+        if self._over or stop > self._request.reserved:
+            return False
+        try:
+            self._request.suspend(stop)
+        except CacheError as error:
+            self._give_up(error)
+        return not self._over
+
     def _give_up(self, error: CacheError | TimeoutError) -> None:
         self._over = True
         level = logging.WARNING if isinstance(error, UsageError) else logging.INFO
