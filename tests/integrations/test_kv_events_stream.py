@@ -485,3 +485,11 @@ async def test_iteration_ends_with_the_subscriber():
             waiting = asyncio.create_task(anext(subscriber, None))
             await publisher.subscribed()
         assert await waiting is None
+
+
+async def test_an_iteration_that_begins_after_the_end_ends_at_once():
+    async with sockets() as context:
+        publisher = EnginePublisher(context)
+        async with KvEventSubscriber.open(publisher.endpoint) as subscriber:
+            pass
+        assert await anext(subscriber, None) is None

@@ -120,6 +120,8 @@ class KvEventSubscriber:
 
     async def __anext__(self) -> Update:
         while not self._ready:
+            if self._sub.closed:
+                raise StopAsyncIteration
             try:
                 frames = await self._sub.recv_multipart()
             except asyncio.CancelledError:
