@@ -16,7 +16,6 @@ from asynchicache.errors import CapacityError, UsageError
 from asynchicache.integrations.bridge import LoopBridge
 from asynchicache.integrations.transformers.forward import feeds_one_by_one
 from asynchicache.integrations.transformers.prefill_runner import (
-    Prefill,
     Prefilled,
     PrefillRunner,
     open_prefill_runner,
@@ -104,11 +103,7 @@ class CachedGenerate:
         try:
             async with self._cache.request(tokens, namespace=namespace, salt=salt) as request:
                 await request.prefetch()
-                begun: Prefill | int = 0
-                if request.split:
-                    begun = await self._runner.prefill_beginning(request, tokens, nullcontext())
-                    if isinstance(begun, int):
-                        request.rematch()
+                begun = await self._runner.begin(request, tokens, nullcontext())
                 end = self._end_of_prefill(len(tokens))
                 return await self._runner.prefill(request, tokens, end, begun=begun)
         except CapacityError:  # longer than all device pages

@@ -23,7 +23,7 @@ from asynchicache.integrations.transformers.admission import (
 from asynchicache.integrations.transformers.decoding import Decoder, Row
 from asynchicache.integrations.transformers.generation import Generation, GenerationJob
 from asynchicache.integrations.transformers.prefill_runner import (
-    Prefill,
+    Beginning,
     PrefillRunner,
     open_prefill_runner,
 )
@@ -224,16 +224,11 @@ class PrefixCachedModel:
         await queued.entered.wait()
         async with request:
             await request.prefetch()
-            request.rest()  # releases its leases, so that they do not block eviction while it waits
-            begun: Prefill | int = 0
-            if request.split:
-                prompt = job.prompt.tolist()
-                begun = await self._runner.prefill_beginning(request, prompt, self._prefilling)
+            prompt = job.prompt.tolist()
+            begun = await self._runner.begin(request, prompt, self._prefilling)
             async with self._prefilling:
                 self._sharing.leave(job)
-                if isinstance(begun, int):
-                    request.rematch()  # earlier requests may have published a part of this prompt
-                row = await self._prefill(job, request, begun)
+                row = await self._prefill(job, request, prompt, begun)
         await self._decoder.run(row)
         ending = self._request(job)
         ending.recorded = False  # a trace has the prompt
@@ -249,14 +244,12 @@ class PrefixCachedModel:
             hint=job.hint,
         )
 
-    async def _prefill(self, job: GenerationJob, request: Request, begun: Prefill | int) -> Row:
+    async def _prefill(
+        self, job: GenerationJob, request: Request, prompt: list[int], begun: Beginning
+    ) -> Row:
         """Prefill the prompt and choose the first token of the output."""
         prefilled = await self._runner.prefill(
-            request,
-            job.prompt.tolist(),
-            len(job.prompt),
-            begun=begun,
-            shared=partial(self._sharing.cut, job),
+            request, prompt, len(prompt), begun=begun, shared=partial(self._sharing.cut, job)
         )
         assert prefilled.logits is not None, "a hit leaves a token to compute"
         job.hit = prefilled.hit

@@ -58,6 +58,19 @@ class Prefill:
     logits: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a request computed of its prompt before the rest of its prefix was read.
+
+    Attributes:
+        computed: tokens that it computed and published, and finds again as a part of its hit.
+        running: the prefill to continue, if the request could not be suspended; else None.
+    """
+
+    computed: int = 0
+    running: Prefill | None = None
+
+
 class PrefillRunner:
     """One model, its thread, and a cache of its pages.
 
@@ -85,51 +98,53 @@ class PrefillRunner:
         tokens: Sequence[int],
         end: int,
         *,
-        begun: Prefill | int = 0,
+        begun: Beginning = Beginning(),
         shared: Callable[[int], int | None] = lambda at: None,
     ) -> Prefilled:
         """Compute the part of `tokens[:end]` that is not cached, and publish it.
 
         Args:
-            request: of the tokens; entered, and not loaded unless `begun` is a prefill.
+            request: of the tokens; entered, and not loaded but by `begin`.
             tokens: the prompt.
             end: where to stop. A longer hit is used as a whole.
-            begun: what `prefill_beginning` returned, if it was called.
+            begun: what `begin` returned.
             shared: asked before each forward with the length so far: where other prompts leave this one.
         """
-        computed = begun if isinstance(begun, int) else 0
-        running = begun if isinstance(begun, Prefill) else await self._begin(request)
+        running = begun.running
+        if running is None:
+            request.rematch()  # earlier requests may have published a part of this prompt
+            running = await self._restore(request)
         await self._compute(running, request, tokens, end, shared)
-        return Prefilled(running.memory, _without(running.prefix.hit, computed), running.logits)
+        return Prefilled(running.memory, _without(running.prefix.hit, begun.computed), running.logits)
 
-    async def prefill_beginning(
+    async def begin(
         self, request: Request, tokens: Sequence[int], turn: AbstractAsyncContextManager[object]
-    ) -> Prefill | int:
-        """Compute the beginning of a prompt while storage reads the rest of its prefix; see `Request.split`.
+    ) -> Beginning:
+        """Rest until `prefill`. If storage reads only the end of the prefix, compute the beginning meanwhile;
+        see `Request.split`.
 
         Args:
-            request: of the tokens; after `prefetch`, with a split.
+            request: of the tokens; after `prefetch`.
             tokens: the prompt.
             turn: entered while the model computes.
-
-        Returns:
-            The number of tokens computed, which are a part of the hit from now on; or, if the request could
-            not be suspended, the prefill to continue.
         """
+        request.rest()  # releases its leases, so that they do not block eviction while it waits
+        if not request.split:
+            return Beginning()
         computed = 0
         async with turn:
             if request.rematch().tokens < request.split:  # else another request has published it meanwhile
-                running = await self._begin(request)
+                running = await self._restore(request)
                 await self._compute(running, request, tokens, request.split, publish=False)
-                computed = max(running.at - running.prefix.hit.tokens, 0)
                 if not running.prefix.suspend(running.at):
-                    return running
+                    return Beginning(running=running)
+                computed = max(running.at - running.prefix.hit.tokens, 0)
                 request.rematch()
         await request.prefetch()
         request.rest()
-        return computed
+        return Beginning(computed)
 
-    async def _begin(self, request: Request) -> Prefill:
+    async def _restore(self, request: Request) -> Prefill:
         prefix = CachedPrefix(self.context, request)
         memory = await prefix.restore()
         return Prefill(prefix, memory, prefix.hit.tokens)
