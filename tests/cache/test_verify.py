@@ -194,7 +194,7 @@ async def used(world: SeededWorld) -> None:
         async with cache.request([*STORED, 1]) as request:
             reading = asyncio.create_task(request.prefetch())
             await asyncio.sleep(5e-4)
-            with pytest.raises(AssertionError, match="1 storage calls are in flight"):
+            with pytest.raises(AssertionError, match="2 storage calls are in flight"):
                 assert_clean(cache)
             await reading
         await cache.drain()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 
 import pytest
 
@@ -26,6 +26,18 @@ class Store:
         reason = self.reason
         await self.gate.wait()
         return Presence(bytes(digest in self.there for digest in digests), reason)
+
+
+class Calls:
+    """Runs storage calls, in place of an executor."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def call(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        self.tasks.append(asyncio.create_task(work))
+        return self.tasks[-1]
 
 
 def path(name: str, length: int = 6) -> list[bytes]:
@@ -51,7 +63,7 @@ async def test_the_pages_that_are_asked_for_are_answered_in_order() -> None:
     store = Store(digests[2], digests[4])
     store.gate.set()
 
-    answer = await PresenceQueries(store).ask(1, digests, range(1, 5))
+    answer = await PresenceQueries(store, Calls()).ask(1, digests, range(1, 5))
 
     assert answer == Presence(b"\0\1\0\1", MissReason.NONE)
     assert store.asked == [(1, digests[1:5], False)]
@@ -62,7 +74,7 @@ async def test_what_was_answered_is_asked_again_later() -> None:
     digests = path("a")
     store = Store()
     store.gate.set()
-    questions = PresenceQueries(store)
+    questions = PresenceQueries(store, Calls())
 
     assert (await questions.ask(0, digests, range(2))).flags == b"\0\0"
     store.there.update(digests)
@@ -76,7 +88,7 @@ async def test_those_that_ask_at_once_share_one_call_and_their_common_pages() ->
     assert first[:3] == second[:3] != first[3:] != second[3:]
     store = Store(first[0], first[2], second[4])
     store.gate.set()
-    questions = PresenceQueries(store)
+    questions = PresenceQueries(store, Calls())
 
     answers = await asyncio.gather(
         questions.ask(0, first, range(4)),
@@ -92,7 +104,7 @@ async def test_those_that_ask_at_once_share_one_call_and_their_common_pages() ->
 async def test_only_what_nobody_asks_is_asked_around_what_others_do() -> None:
     digests = path("a", 10)
     store = Store(digests[1], digests[2], digests[4], digests[7], digests[9])
-    questions = PresenceQueries(store)
+    questions = PresenceQueries(store, Calls())
     later = await ask(questions, 0, digests, range(6, 8))
     earlier = await ask(questions, 0, digests, range(2, 4))
 
@@ -114,7 +126,7 @@ async def test_who_waits_keeps_what_is_answered_meanwhile_of_its_own_path() -> N
     first, second = path("aaab"), path("aaac")
     store = Store(first[0], first[2], second[4])
     store.gate.set()
-    questions = PresenceQueries(store)
+    questions = PresenceQueries(store, Calls())
     await questions.ask(0, first, range(6))
     with questions.listen(second) as answered:
         assert not answered  # answers of before are too old
@@ -137,7 +149,7 @@ async def test_who_waits_asks_again_for_what_storage_failed_to_answer() -> None:
     store = Store(*digests)
     store.reason = MissReason.STORAGE_FAILED
     store.gate.set()
-    questions = PresenceQueries(store)
+    questions = PresenceQueries(store, Calls())
     with questions.listen(digests) as answered:
         await questions.ask(0, digests, range(2))
         assert not answered
@@ -147,7 +159,7 @@ async def test_who_waits_asks_again_for_what_storage_failed_to_answer() -> None:
 async def test_a_fresh_question_is_answered_by_fresh_ones_alone_and_answers_all() -> None:
     digests = path("a")
     store = Store(digests[1], digests[3])
-    questions = PresenceQueries(store)
+    questions = PresenceQueries(store, Calls())
     remembered = await ask(questions, 0, digests, range(3))
     fresh = await ask(questions, 0, digests, range(1, 5), fresh=True)
     both = await ask(questions, 0, digests, range(5))
@@ -165,7 +177,7 @@ async def test_a_fresh_question_is_answered_by_fresh_ones_alone_and_answers_all(
 async def test_components_are_asked_for_apart() -> None:
     digests = path("a")
     store = Store(*digests)
-    questions = PresenceQueries(store)
+    questions = PresenceQueries(store, Calls())
     tasks = [await ask(questions, number, digests, range(2)) for number in (0, 1)]
     store.gate.set()
 
@@ -177,7 +189,7 @@ async def test_components_are_asked_for_apart() -> None:
 async def test_the_first_trouble_is_what_an_answer_tells() -> None:
     digests = path("a")
     store = Store(*digests)
-    questions = PresenceQueries(store)
+    questions = PresenceQueries(store, Calls())
     calm = await ask(questions, 0, digests, range(1))
     store.reason = MissReason.DEADLINE
     late = await ask(questions, 0, digests, range(1, 2))
@@ -191,10 +203,10 @@ async def test_the_first_trouble_is_what_an_answer_tells() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_stands_on_a_question_that_is_given_up_asks_by_itself() -> None:
+async def test_a_question_goes_on_for_others_when_whoever_asked_it_gives_up() -> None:
     digests = path("a")
     store = Store(digests[1], digests[4])
-    questions = PresenceQueries(store)
+    questions = PresenceQueries(store, Calls())
     first = await ask(questions, 0, digests, range(4))
     second = await ask(questions, 0, digests, range(1, 6))
     first.cancel()
@@ -203,7 +215,7 @@ async def test_who_stands_on_a_question_that_is_given_up_asks_by_itself() -> Non
 
     assert (await second).flags == b"\1\0\0\1\0"
     assert first.cancelled()
-    assert [asked for _, asked, _ in store.asked] == [digests[:4], digests[4:6], digests[1:4]]
+    assert [asked for _, asked, _ in store.asked] == [digests[:4], digests[4:6]]
 
 
 @pytest.mark.asyncio
@@ -211,7 +223,7 @@ async def test_who_asks_for_others_too_may_give_up() -> None:
     """The first of those that ask at once makes the call for all of them."""
     one, other = path("a"), path("b")
     store = Store(*one, *other)
-    questions = PresenceQueries(store)
+    questions = PresenceQueries(store, Calls())
     tasks = [asyncio.create_task(questions.ask(0, digests, range(2))) for digests in (one, other)]
     await turns()
     tasks[0].cancel()
@@ -219,14 +231,61 @@ async def test_who_asks_for_others_too_may_give_up() -> None:
     store.gate.set()
 
     assert (await tasks[1]).flags == b"\1\1"
-    assert [asked for _, asked, _ in store.asked] == [[*one[:2], *other[:2]], other[:2]]
+    assert [asked for _, asked, _ in store.asked] == [[*one[:2], *other[:2]]]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("later", range(8))
+async def test_who_gives_up_at_once_leaves_no_question_that_nobody_answers(later: int) -> None:
+    """However far its call has come, others that ask the same have an answer."""
+    digests = path("a")
+    store = Store(digests[0])
+    store.gate.set()
+    questions = PresenceQueries(store, Calls())
+    first = asyncio.create_task(questions.ask(0, digests, range(2)))
+    await turns(later)
+    first.cancel()
+
+    async with asyncio.timeout(5):
+        assert (await questions.ask(0, digests, range(2))).flags == b"\1\0"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("before", [0, 20])
+async def test_a_call_that_the_end_of_the_cache_cancels_answers_that_nothing_is_known(before: int) -> None:
+    """Also one that had not begun."""
+    calls, digests = Calls(), path("a")
+    questions = PresenceQueries(Store(*digests), calls)
+    first = asyncio.create_task(questions.ask(0, digests, range(2)))
+    await asyncio.sleep(0)
+    await turns(before)
+    calls.stopped = True
+    calls.tasks[0].cancel()
+
+    assert await first == Presence(bytes(2), MissReason.CLOSED)
+    assert await questions.ask(0, digests, range(3)) == Presence(bytes(3), MissReason.CLOSED)
+    assert len(calls.tasks) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_fails_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, digests, store = Calls(), path("a"), Store()
+
+    async def fail(*args: object, **kwargs: object) -> Presence:
+        raise OSError("no route")
+
+    monkeypatch.setattr(store, "exists", fail)
+    answer = await PresenceQueries(store, calls).ask(0, digests, range(2))
+
+    assert answer == Presence(bytes(2), MissReason.STORAGE_FAILED)
+    assert isinstance(calls.tasks[0].exception(), OSError)
 
 
 @pytest.mark.asyncio
 async def test_who_waits_for_the_call_of_another_may_give_up() -> None:
     one, other = path("a"), path("b")
     store = Store(*one)
-    questions = PresenceQueries(store)
+    questions = PresenceQueries(store, Calls())
     tasks = [asyncio.create_task(questions.ask(0, digests, range(2))) for digests in (one, other)]
     await turns()
     tasks[1].cancel()
@@ -243,7 +302,7 @@ async def test_who_waits_for_the_call_of_another_may_give_up() -> None:
 async def test_three_calls_at_once_and_the_rest_together() -> None:
     paths = [path(name) for name in "abcdef"]
     store = Store(*paths[4])
-    questions = PresenceQueries(store)
+    questions = PresenceQueries(store, Calls())
     tasks = [await ask(questions, 0, digests, range(2)) for digests in paths]
     assert [asked for _, asked, _ in store.asked] == [digests[:2] for digests in paths[:3]]
     apart = await ask(questions, 0, paths[0], range(1), fresh=True)

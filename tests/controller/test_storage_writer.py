@@ -94,19 +94,22 @@ class Rig:
         self.tasks: list[tuple[asyncio.Task[None], int | None]] = []
         self.late: list[asyncio.Task[None]] = []
         self.moves = 0
+        self.stopped = False
         stored: Any = self.storage
         executor: Any = self
         self.storage_writer = StorageWriter(
-            self.sim.planner, executor, stored, PresenceQueries(stored), limit_bytes=limit
+            self.sim.planner, executor, stored, PresenceQueries(stored, executor), limit_bytes=limit
         )
 
     @property
     def calls(self) -> set[asyncio.Task[None]]:
         return {task for task, _ in self.tasks}
 
-    def call(self, work: Coroutine[object, object, None], period: int | None = None) -> None:
+    def call(self, work: Coroutine[object, object, None], period: int | None = None) -> asyncio.Task[None]:
         """As the executor's."""
-        self.tasks.append((asyncio.ensure_future(work), period))
+        task = asyncio.create_task(work)
+        self.tasks.append((task, period))
+        return task
 
     def call_late(self, work: Coroutine[object, object, None]) -> None:
         self.late.append(asyncio.ensure_future(work))

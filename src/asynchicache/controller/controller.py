@@ -64,7 +64,7 @@ class HybridCacheController:
         self.namespaces = Namespaces(planner.state.tree.roots)
         self.events = EventHub(planner, self.namespaces)
         self.hits = HitCounters()
-        presence = PresenceQueries(stored)
+        presence = PresenceQueries(stored, executor)
         self.storage_writer = StorageWriter(planner, executor, stored, presence, limit_bytes=store_bytes)
         self.costs = LoadCosts(prefetch.min_fetch_tokens)
         self.reports_costs = prefetch.load_or_compute

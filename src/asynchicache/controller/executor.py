@@ -165,7 +165,7 @@ class Executor:
 
     # Storage calls
 
-    def call(self, work: Coroutine[object, object, None], period: int | None = None) -> None:
+    def call(self, work: Coroutine[object, object, None], period: int | None = None) -> asyncio.Task[None]:
         """Run a storage call as a task.
 
         Args:
@@ -176,6 +176,7 @@ class Executor:
         task = self._tasks.spawn(work)
         self.calls.add(task)
         task.add_done_callback(partial(self._call_done, period))
+        return task
 
     def _call_done(self, period: int, task: asyncio.Task[None]) -> None:
         self.calls.discard(task)

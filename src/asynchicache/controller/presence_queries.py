@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
+from asynchicache.controller.executor import Executor
 from asynchicache.controller.storage_pools import Presence, StoragePools
 from asynchicache.hashing import common_pages
 from asynchicache.types import MissReason
@@ -27,14 +29,14 @@ class PresenceQuery:
         digests: of all pages of the path, from its first.
         pages: numbers of the pages to ask for.
         fresh: cached answers must not be used.
-        answer: set when storage has answered; None if the asking task was cancelled first.
+        answer: set when storage has answered, or will not.
     """
 
     component_id: int
     digests: Sequence[bytes]
     pages: range
     fresh: bool
-    answer: asyncio.Future[Presence | None] = field(init=False)
+    answer: asyncio.Future[Presence] = field(init=False)
 
     def __post_init__(self) -> None:
         self.answer = asyncio.get_running_loop().create_future()
@@ -51,8 +53,9 @@ class _Listener:
 class PresenceQueries:
     """The presence queries of one cache that are in flight."""
 
-    def __init__(self, stored: StoragePools) -> None:
+    def __init__(self, stored: StoragePools, executor: Executor) -> None:
         self._storage = stored
+        self._executor = executor
         self._in_flight: list[PresenceQuery] = []
         self._listeners: set[_Listener] = set()
         self._waiting: dict[tuple[int, bool], list[PresenceQuery]] = {}  # by component, and whether fresh
@@ -91,13 +94,11 @@ class PresenceQueries:
         """
         known = [*answered, *self._in_flight]
         parts = list(self._parts(known, component_id, digests, pages, fresh))
-        await asyncio.gather(*(self._put(question) for question, _, mine in parts if mine))
+        self._put([question for question, _, mine in parts if mine], (component_id, fresh))
         flags, reason = bytearray(), MissReason.NONE
         for question, span, _ in parts:
             answer = await asyncio.shield(question.answer)
             begin = span.start - question.pages.start
-            if answer is None:
-                answer, begin = await self.ask(component_id, digests, span, fresh=fresh), 0
             flags += answer.flags[begin : begin + len(span)]
             reason = answer.reason if reason is MissReason.NONE else reason
         return Presence(bytes(flags), reason)
@@ -129,26 +130,35 @@ class PresenceQueries:
         self._in_flight.append(question)
         return question, pages, True
 
-    async def _put(self, question: PresenceQuery) -> None:
+    def _put(self, queries: Sequence[PresenceQuery], kind: tuple[int, bool]) -> None:
         """Ask storage, together with all waiting queries of the same kind.
 
-        The first waiting query asks for all: an engine takes many keys per call, but few concurrent calls.
+        An engine takes many keys per call, but few concurrent calls. The call is a task of its own: others
+        wait for it too, so it goes on when whoever asked first is cancelled.
         """
-        kind = (question.component_id, question.fresh)
-        waiting = self._waiting.setdefault(kind, [])
-        waiting.append(question)
-        if len(waiting) > 1:
-            await asyncio.shield(question.answer)
+        if self._executor.stopped:
+            self._end(queries, MissReason.CLOSED)
             return
-        batch: list[PresenceQuery] = []
-        try:
-            async with self._calls.setdefault(kind, asyncio.Semaphore(_MAX_CALLS)):
-                await self._gather(waiting)
-                batch = self._waiting.pop(kind)
-                answer = await self._answer(kind, batch)
-                self._end(batch, answer)
-        finally:
-            self._end(batch or self._waiting.pop(kind, []), None)
+        waiting = self._waiting.setdefault(kind, [])
+        is_first = not waiting
+        waiting += queries
+        if queries and is_first:
+            task = self._executor.call(self._call(kind, waiting))
+            task.add_done_callback(partial(self._call_ended, kind, waiting))
+
+    async def _call(self, kind: tuple[int, bool], waiting: list[PresenceQuery]) -> None:
+        async with self._calls.setdefault(kind, asyncio.Semaphore(_MAX_CALLS)):
+            await self._gather(waiting)
+            del self._waiting[kind]  # later queries need another call
+            self._answered(waiting, await self._answer(kind, waiting))
+
+    def _call_ended(
+        self, kind: tuple[int, bool], batch: Sequence[PresenceQuery], task: asyncio.Task[None]
+    ) -> None:
+        """Nobody waits for a call that was cancelled, perhaps before it began, or that failed."""
+        if self._waiting.get(kind) is batch:
+            del self._waiting[kind]
+        self._end(batch, MissReason.CLOSED if task.cancelled() else MissReason.STORAGE_FAILED)
 
     @staticmethod
     async def _gather(waiting: Sequence[PresenceQuery]) -> None:
@@ -166,20 +176,25 @@ class PresenceQueries:
         every = digests[0] if len(digests) == 1 else [digest for some in digests for digest in some]
         return await self._storage.exists(component_id, every, fresh=fresh)
 
-    def _end(self, batch: Sequence[PresenceQuery], answer: Presence | None) -> None:
-        """Set the answers of a batch; None: the asking task was cancelled."""
+    def _answered(self, batch: Sequence[PresenceQuery], answer: Presence) -> None:
+        """Give each query of a batch its part of the answer."""
         begin = 0
         for question in batch:
             end = begin + len(question.pages)
+            self._in_flight.remove(question)
+            question.answer.set_result(Presence(answer.flags[begin:end], answer.reason))
+            if answer.reason is MissReason.NONE:
+                for listener in self._listeners:
+                    if _is_common(question.digests, listener.digests, question.pages.start):
+                        listener.answered.append(question)
+            begin = end
+
+    def _end(self, batch: Sequence[PresenceQuery], reason: MissReason) -> None:
+        """Answer what has no answer: nothing is known to be there."""
+        for question in batch:
             if not question.answer.done():
                 self._in_flight.remove(question)
-                own = None if answer is None else Presence(answer.flags[begin:end], answer.reason)
-                question.answer.set_result(own)
-                if own is not None and own.reason is MissReason.NONE:
-                    for listener in self._listeners:
-                        if _is_common(question.digests, listener.digests, question.pages.start):
-                            listener.answered.append(question)
-            begin = end
+                question.answer.set_result(Presence(bytes(len(question.pages)), reason))
 
 
 def _shared(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import msgspec
 
 from asynchicache.cache import Request
+from asynchicache.pools.sizing import FreeMemory, SizeOptions, plan_shared_host
 from asynchicache.specs import ModelSpec
 from asynchicache.testing.chaos.clients import ChaosEngine, Forwards, PoolSlots
 from asynchicache.testing.chaos.script import HINTS, CacheSizes, ClientTurn, Life, Pace, Script
@@ -37,15 +39,26 @@ def _paged(life: Life, spec: ModelSpec) -> Life:
         )
         for pool in spec.owners
     }
+    shared = life.shared if life.layout.whole_slots and len(sizes) > 1 else 0
     policy = life.write_policy
     if policy is WritePolicy.WRITE_BACK:
         policy = WritePolicy.WRITE_THROUGH
-    shared = 0
-    if life.shared and life.layout.whole_slots:
-        shared = max(2 * life.shared, 2 * host_bytes(spec, sizes))  # else it would be refused
-    return msgspec.structs.replace(
-        life, sizes=sizes, write_policy=policy, steady=None, poor=None, paged=True, shared=shared, split=0.0
+    life = msgspec.structs.replace(
+        life, sizes=sizes, write_policy=policy, steady=None, poor=None, paged=True, shared=0, split=0.0
     )
+    if not shared:
+        return life
+    return msgspec.structs.replace(life, shared=_shared_bytes(life, spec, shared))
+
+
+def _shared_bytes(life: Life, spec: ModelSpec, wanted: int) -> int:
+    """Host memory that pools share. Less than one request of every pool needs would be refused."""
+    nbytes = max(2 * wanted, 2 * host_bytes(spec, life.sizes))
+    pages = ChaosBlocks.counts(spec, life)
+    ample = FreeMemory(device=0, host=sys.maxsize, shared=False)
+    while plan_shared_host(spec, SizeOptions(host_bytes=nbytes), pages, ample, engine=True) is None:
+        nbytes *= 2
+    return nbytes
 
 
 class ChaosBlocks:
