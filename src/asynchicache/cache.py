@@ -58,7 +58,7 @@ from asynchicache.transfer.opening import (
 from asynchicache.transfer.remote import RemoteCopies
 from asynchicache.transfer.transfers import Transfers
 from asynchicache.tree.outline import PrefixOutline, outline
-from asynchicache.types import WritePolicy, key_array, token_array
+from asynchicache.types import Tier, WritePolicy, key_array, token_array
 
 _log = logging.getLogger(__name__)
 
@@ -104,6 +104,10 @@ class OtherRanks(Protocol):
 
     async def update_weights(self, version: str) -> None:
         """Use storage under another weight version on all ranks."""
+        ...
+
+    async def verify(self, free: Mapping[tuple[str, Tier], Sequence[int]], *, idle: bool) -> list[str]:
+        """Describe what other ranks do that contradicts which slots are free here."""
         ...
 
     def statistics(self) -> GroupStatistics:
@@ -578,6 +582,20 @@ class HybridCache:
             idle: the cache is not in use, so report everything held, in flight or quarantined too.
         """
         return self._controller.verify(idle=idle)
+
+    async def verify_ranks(self, *, idle: bool = False) -> list[str]:
+        """`verify`, and whether what the other ranks of a group do agrees with it.
+
+        An operation that another rank carries out must be open here, and none of its slots free. If the group
+        has failed, that is reported too: its ranks cannot be asked.
+
+        Args:
+            idle: as for `verify`.
+        """
+        found, group = self.verify(idle=idle), self._parts.group
+        if group is not None:
+            found += await group.verify(self._controller.planner.state.free_slots(), idle=idle)
+        return found
 
     def prefixes(self, *, limit: int = 20) -> list[PrefixOutline]:
         """The cached prefixes that are continued most often, parents before children. No tokens are named.

@@ -19,6 +19,7 @@ from asynchicache import HybridCache, Request, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.integrations.otel import instrument
 from asynchicache.testing.devices import break_device
+from asynchicache.testing.seeded import SeededWorld, run_seeded
 from cache.engine import SPEC, Engine, config
 
 PROMPT = range(100, 121)
@@ -144,26 +145,32 @@ async def test_evictions_are_beneath_the_request_that_needs_the_room(spans: Span
         }
 
 
-@pytest.mark.asyncio
-async def test_what_fails_says_why(spans: Spans):
-    async with HybridCache.open(SPEC, config(device_slots={"kv": 12, "mamba": 4})) as cache:
-        instrument(cache, spans.provider)
-        engine = Engine(cache)
-        for start in (0, 100, 200):
-            await engine.serve(range(start, start + 21))
-        spans.take()
-        break_device(cache.device)
-        async with cache.request(range(21)) as request:
-            await asyncio.gather(request.load(), return_exceptions=True)
-        await cache.drain()
-        failed = [
-            span
-            for found in spans.take().values()
-            for span in found
-            if span.status.status_code is StatusCode.ERROR
-        ]
-        assert failed
-        assert all(span.events[0].name == "exception" for span in failed)
+def test_what_fails_says_why(spans: Spans):
+    async def main(world: SeededWorld) -> None:  # on threads, the copy may end before the device fails
+        device = world.device()
+        options = config(device_slots={"kv": 12, "mamba": 4})
+        async with HybridCache.open(SPEC, options, port=world.port, device=device) as cache:
+            instrument(cache, spans.provider)
+            engine = Engine(cache)
+            for start in (0, 100, 200):
+                await engine.serve(range(start, start + 21))
+                await cache.drain()
+            spans.take()
+            async with cache.request(range(21)) as request:
+                loading = request.load()
+                break_device(device)
+                await asyncio.gather(loading, return_exceptions=True)
+            await cache.drain()
+
+    run_seeded(0, main)
+    failed = [
+        span
+        for found in spans.take().values()
+        for span in found
+        if span.status.status_code is StatusCode.ERROR
+    ]
+    assert failed
+    assert all(span.events[0].name == "exception" for span in failed)
 
 
 @pytest.mark.asyncio

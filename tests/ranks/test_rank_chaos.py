@@ -18,6 +18,7 @@ from asynchicache.ranks.messages import (
     EndAnswer,
     EpochEntry,
     Hello,
+    LogEntry,
     OutcomesAnswer,
     PoolPages,
     pack_outcomes,
@@ -105,6 +106,17 @@ def the_leaders_reads_count(patch: pytest.MonkeyPatch) -> None:
 
 def late_reads_of_followers_have_arrived(patch: pytest.MonkeyPatch) -> None:
     change_answers(patch, "read", lambda one: Outcome.HIT if one is Outcome.TIMEOUT else one)
+
+
+def late_slots_of_followers_are_free(patch: pytest.MonkeyPatch) -> None:
+    """Slots that a late storage call of a follower still uses are given to others."""
+    ask = RankLeader._ask
+
+    async def asked(self: RankLeader, entry: Callable[[int], LogEntry], seconds: float) -> Answers:
+        answers = await ask(self, entry, seconds)
+        return {rank: RankAnswer(one.answer) for rank, one in answers.items()}
+
+    patch.setattr(RankLeader, "_ask", asked)
 
 
 def stored_is_what_the_leader_has_stored(patch: pytest.MonkeyPatch) -> None:
@@ -243,7 +255,8 @@ PLANTS: dict[Plant, int] = {
     a_copy_is_answered_before_it_has_landed: 1,
     the_leaders_outcomes_count: 26,
     the_leaders_reads_count: 26,
-    late_reads_of_followers_have_arrived: 200,
+    late_reads_of_followers_have_arrived: 320,
+    late_slots_of_followers_are_free: 120,
     stored_is_what_the_leader_has_stored: 26,
     a_page_is_written_before_its_backup_has_ended: 1,
     a_rank_with_another_build_is_accepted: 11,

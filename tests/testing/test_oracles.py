@@ -360,6 +360,23 @@ def test_a_use_that_storage_could_not_know_of_counts_for_nothing() -> None:
     assert judged(history) == []
 
 
+def test_the_end_of_a_path_may_stay_if_storage_knows_of_later_uses_of_it() -> None:
+    """As when others continue at a page that has left memory, of which storage is asked just now."""
+
+    async def history(store: ChaosStore, recency: RecencyOracle) -> None:
+        stored(store, key(A), key(B))
+        recency.restored(path(A), known)
+        recency.asked(path(A, B).digests)
+        await asyncio.sleep(10 * TOLD_SECONDS)
+        for other in (key(B), *OTHERS[:7]):
+            recency.used(other, 100)
+        await asyncio.sleep(3 * TOLD_SECONDS)
+        recency.restored(path(A), known)
+        recency.evicted(key(A), 100)
+
+    assert judged(history) == []
+
+
 @pytest.mark.parametrize(
     ("knows", "restarted", "wrong"), [(True, False, True), (False, False, False), (True, True, True)]
 )

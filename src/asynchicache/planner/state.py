@@ -427,6 +427,16 @@ class CacheState:
         name = self.names[component_id]
         return [name, *self.slot_sharers[name]]
 
+    def free_slots(self) -> dict[tuple[str, Tier], list[int]]:
+        """By pool and tier, the slots that are free. Linear in the slots."""
+        found: dict[tuple[str, Tier], list[int]] = {}
+        for component_id in range(len(self.names)):
+            for tier in (Tier.HOST,) if self.host_only else (Tier.DEVICE, Tier.HOST):
+                allocator = self.free[place_of(component_id, tier)]
+                slots = [slot for slot in range(allocator.capacity) if allocator.is_free(slot)]
+                found |= {(pool, tier): slots for pool in self.sharing(component_id)}
+        return found
+
     def transfers(self, component_id: int, sources: list[int], destinations: list[int]) -> PoolTransfers:
         """Transfers of one component: one for each pool that uses its slots."""
         return [PoolTransfer(pool, sources, destinations) for pool in self.sharing(component_id)]

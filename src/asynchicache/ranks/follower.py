@@ -39,13 +39,17 @@ from asynchicache.ranks.messages import (
     OutcomesAnswer,
     PoolPages,
     PresenceAnswer,
+    ProblemsAnswer,
     ReadEntry,
     TouchEntry,
+    VerifyEntry,
     WriteEntry,
     pack_outcomes,
+    pack_slots,
     unpack_digests,
     unpack_slots,
 )
+from asynchicache.ranks.running import RunningOperations
 from asynchicache.ranks.sharing import HostShare
 from asynchicache.storage.limits import BatchResult
 from asynchicache.streams.base import Device, Event, Stream
@@ -143,6 +147,7 @@ class RankFollower:
         self._heard = now()
         self._reader: FrameReader[LogEntry] = FrameReader(incarnation, LogEntry)
         self._answers: FrameWriter[FollowerAnswer] = FrameWriter(incarnation)
+        self._running = RunningOperations()
         self._held: deque[CopyEntry | MarkEntry] = deque()
         self._segment = 0  # marks that were applied
         self._allowed = 0  # copies behind this many marks may run
@@ -191,10 +196,14 @@ class RankFollower:
         self.wake()
 
     def _take_entry(self, entry: LogEntry) -> None:
+        if isinstance(entry, CopyEntry | ReadEntry | WriteEntry):
+            self._running.begin(entry)
         match entry:
             case CopyEntry() | MarkEntry():
                 self._held.append(entry)
                 self._advance()
+            case VerifyEntry():
+                self._answer(ProblemsAnswer(entry.operation, list(self._running.problems(entry))))
             case HeartbeatEntry():
                 pass
             case CloseEntry():
@@ -282,6 +291,7 @@ class RankFollower:
             self._loads.append(ticket)
 
     def _copied(self, operation: int, error: BaseException | None) -> None:
+        self._running.end(operation)
         self._answer(EndAnswer(operation, "" if error is None else f"{type(error).__name__}: {error}"))
 
     # The lane of storage
@@ -322,11 +332,16 @@ class RankFollower:
     async def _move(self, operation: int, pages: Sequence[PoolPages], *, put: bool) -> None:
         batches = await asyncio.gather(*(self._move_pool(one, put=put) for one in pages))
         late = [batch.lingering for batch in batches if batch.lingering is not None]
+        if late:
+            self._running.late(operation, [_late(*one) for one in zip(pages, batches, strict=True)])
+        else:
+            self._running.end(operation)
         self._answer(
             OutcomesAnswer(operation, [pack_outcomes(batch.outcomes) for batch in batches], bool(late))
         )
         if late:
             await asyncio.wait(late)
+            self._running.end(operation)
             self._answer(LateAnswer(operation, not any(call.cancelled() for call in late)))
 
     async def _move_pool(self, pages: PoolPages, *, put: bool) -> BatchResult:
@@ -337,3 +352,10 @@ class RankFollower:
         if not put and self._copies.audit is not None:
             self._copies.audit.forget(pages.pool, slots)
         return await self._storage.move(pages.pool, digests, slots, put=put)
+
+
+def _late(pages: PoolPages, batch: BatchResult) -> PoolPages:
+    """The pages of a call past its deadline, whose slots it may still use."""
+    slots = zip(unpack_slots(pages.slots), batch.outcomes, strict=True)
+    late = [slot for slot, outcome in slots if outcome is Outcome.TIMEOUT and batch.lingering is not None]
+    return PoolPages(pages.pool, b"", pack_slots(late))

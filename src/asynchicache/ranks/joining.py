@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
@@ -22,11 +22,23 @@ from asynchicache.ranks.group import GroupStorage, GroupTransfers
 from asynchicache.ranks.handshake import Members, build_of
 from asynchicache.ranks.leader import RankLeader
 from asynchicache.ranks.links import Address, Link, listen
-from asynchicache.ranks.messages import EndAnswer, Handshake, Hello, MemoryHandles, Ready, Refused, Welcome
+from asynchicache.ranks.messages import (
+    EndAnswer,
+    FreeSlots,
+    Handshake,
+    Hello,
+    MemoryHandles,
+    ProblemsAnswer,
+    Ready,
+    Refused,
+    Welcome,
+    pack_slots,
+)
 from asynchicache.ranks.options import RankLimits
 from asynchicache.ranks.sharing import HostShare, share_of, sharing_key
 from asynchicache.specs import ModelSpec
 from asynchicache.transfer.transfers import Transfers
+from asynchicache.types import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -334,6 +346,24 @@ class RankGroup:
         ]
         if failed:
             raise StorageError("storage could not be opened again: " + "; ".join(failed))
+
+    async def verify(self, free: Mapping[tuple[str, Tier], Sequence[int]], *, idle: bool) -> list[str]:
+        """What other ranks do that contradicts this rank's view; `HybridCache.verify_ranks` calls it.
+
+        Args:
+            free: by pool and tier, the slots that are free here, as of now.
+            idle: the cache is not in use, so report everything that runs too.
+        """
+        view = [FreeSlots(pool, tier, pack_slots(slots)) for (pool, tier), slots in free.items()]
+        answers = await self.leader.verify(view, self.limits.copy_seconds, idle=idle)
+        if not answers:
+            return [f"other ranks cannot be asked: {self.leader.failure}"]
+        found = []
+        for rank, (answer, _) in sorted(answers.items()):
+            wrong = [f"it answered {answer!r:.80}"]
+            problems = answer.problems if isinstance(answer, ProblemsAnswer) else wrong
+            found += [f"rank {rank}: {problem}" for problem in problems]
+        return found
 
     # Running
 

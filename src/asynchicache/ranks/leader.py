@@ -29,6 +29,7 @@ from asynchicache.ranks.messages import (
     ExistsEntry,
     FailureAnswer,
     FollowerAnswer,
+    FreeSlots,
     HeartbeatAnswer,
     HeartbeatEntry,
     LateAnswer,
@@ -39,6 +40,7 @@ from asynchicache.ranks.messages import (
     ReadEntry,
     SlotCopy,
     TouchEntry,
+    VerifyEntry,
     WriteEntry,
     pack_slots,
 )
@@ -239,6 +241,11 @@ class RankLeader:
     async def begin_epoch(self, weight_version: str, seconds: float) -> Answers:
         """Go on under other weights on every follower."""
         return await self._ask(lambda number: EpochEntry(number, weight_version), seconds)
+
+    async def verify(self, free: Sequence[FreeSlots], seconds: float, *, idle: bool) -> Answers:
+        """Ask every follower whether what it does agrees with what is free and open here, as of now."""
+        still_open = sorted({*self._pending.numbers, *(operation for _, operation in self._late)})
+        return await self._ask(lambda number: VerifyEntry(number, still_open, list(free), idle), seconds)
 
     def touch(self, pages: Sequence[PoolPages]) -> None:
         if self.failure is None:

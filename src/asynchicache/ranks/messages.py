@@ -15,9 +15,9 @@ import msgspec
 from asynchicache.errors import RankProtocolError
 from asynchicache.hashing import DIGEST_BYTES
 from asynchicache.pools.shared import HostHandle
-from asynchicache.types import Direction, MissReason, Outcome
+from asynchicache.types import Direction, MissReason, Outcome, Tier
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of these messages. Both sides of a connection must have the same one."""
 
 OUTCOMES = tuple(Outcome)
@@ -89,6 +89,14 @@ class PoolPages(msgspec.Struct, frozen=True, array_like=True):
     slots: list[int] = []
 
 
+class FreeSlots(msgspec.Struct, frozen=True, array_like=True):
+    """The free slots of one pool in one tier, as runs."""
+
+    pool: str
+    tier: Tier
+    slots: list[int]
+
+
 # The log: from the leader to every follower, in one order.
 
 
@@ -148,6 +156,22 @@ class EpochEntry(msgspec.Struct, frozen=True, tag="epoch", array_like=True):
     weight_version: str
 
 
+class VerifyEntry(msgspec.Struct, frozen=True, tag="verify", array_like=True):
+    """Compare what runs with the leader's view, as of this place in the log.
+
+    Attributes:
+        operation: of this entry.
+        open_operations: what some rank has not ended, as far as the leader knows.
+        free: the slots that the leader takes for free.
+        idle: the cache is not in use, so nothing runs.
+    """
+
+    operation: int
+    open_operations: list[int]
+    free: list[FreeSlots]
+    idle: bool = False
+
+
 class CloseEntry(msgspec.Struct, frozen=True, tag="close", array_like=True):
     """The leader closes; nothing follows."""
 
@@ -165,6 +189,7 @@ LogEntry: TypeAlias = (
     | TouchEntry
     | ClearEntry
     | EpochEntry
+    | VerifyEntry
     | CloseEntry
     | HeartbeatEntry
 )
@@ -216,6 +241,13 @@ class PresenceAnswer(msgspec.Struct, frozen=True, tag="present", array_like=True
     reason: int
 
 
+class ProblemsAnswer(msgspec.Struct, frozen=True, tag="problems", array_like=True):
+    """What contradicts the leader's view; empty if nothing does."""
+
+    operation: int
+    problems: list[str]
+
+
 class FailureAnswer(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     """The follower cannot go on, for example because its device has failed."""
 
@@ -227,7 +259,13 @@ class HeartbeatAnswer(msgspec.Struct, frozen=True, tag="alive", array_like=True)
 
 
 FollowerAnswer: TypeAlias = (
-    EndAnswer | OutcomesAnswer | LateAnswer | PresenceAnswer | FailureAnswer | HeartbeatAnswer
+    EndAnswer
+    | OutcomesAnswer
+    | LateAnswer
+    | PresenceAnswer
+    | ProblemsAnswer
+    | FailureAnswer
+    | HeartbeatAnswer
 )
 
 

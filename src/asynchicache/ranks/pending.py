@@ -52,6 +52,11 @@ class PendingOperations(Generic[A]):
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def numbers(self) -> list[int]:
+        """The operations that some rank has not answered."""
+        return list(self._open)
+
     def begin(self, now: float, seconds: float, answered: Callable[[dict[int, A]], object]) -> int:
         """Begin an operation; returns its number.
 

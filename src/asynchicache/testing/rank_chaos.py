@@ -603,7 +603,7 @@ class _RankLife:
             if lose:
                 await asyncio.sleep(self._world.random.expovariate(200))
                 self._lose()
-            await asyncio.gather(*tasks, self._release(), self._update(mirror))
+            await asyncio.gather(*tasks, self._release(), self._update(mirror), self._verify(mirror))
             await self._settle(mirror, lose=lose)
             self._report.violations += mirror.violations
             served = mirror.cache.statistics().served.hit_tokens
@@ -617,6 +617,15 @@ class _RankLife:
             await asyncio.sleep(self._world.random.expovariate(5))
             later = _WEIGHTS[1 - _WEIGHTS.index(mirror.weights)]  # pages of the first are in storage still
             await mirror.update_weights(later)
+
+    async def _verify(self, mirror: RankMirror) -> None:
+        """What the ranks do agrees at any time."""
+        chance = random.Random(f"{self._script.seed} verify")
+        for _ in range(12):
+            await asyncio.sleep(chance.expovariate(6))
+            found = await mirror.cache.verify_ranks()
+            if mirror.group.failure is None:
+                self._report.violations += found
 
     async def _open(self, stack: AsyncExitStack) -> RankMirror:
         script, world = self._script, self._world
@@ -764,7 +773,7 @@ class _RankLife:
         self._report.lost += failure is not None
         await mirror.cache.drain()
         if failure is None:
-            self._report.violations += mirror.cache.verify(idle=not self._may_leak())
+            self._report.violations += await mirror.cache.verify_ranks(idle=not self._may_leak())
             open_operations = len(mirror.group.leader)
             if open_operations:
                 self._report.violations.append(f"{open_operations} operations of ranks are still open")

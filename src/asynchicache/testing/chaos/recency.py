@@ -107,25 +107,23 @@ class RecencyOracle:
         path, capacity = self._paths.get(key), self._store.capacity_bytes
         if path is None or capacity is None or not self._restorable(path, key):
             return
-        reported = self._clock() - TOLD_SECONDS
-        since = (
-            self._reported_since(key, reported) - TOLD_SECONDS
-        )  # reports of other uses may have been this late
+        moment = self._reported_use(key)
         size = self._sizes.get(key, 0)
-        rivals = sum(self._sizes.get(other, size) for other in self._used_since(key, since))
+        rivals = sum(self._sizes.get(other, size) for other in self._used_since(key, moment))
         if size + rivals + incoming_bytes <= _ROOM * capacity:
             self._ledger.violations.append(
                 f"forgotten: a page of {key.pool!r} made room, though all that was used since, {rivals} "
                 f"bytes, and its own {size} are less than the {capacity} that storage holds"
             )
 
-    def _used_since(self, key: ObjectKey, since: float) -> list[ObjectKey]:
-        """The pages that may count as used later than a page used at `since`, each with those before it on
+    def _used_since(self, key: ObjectKey, moment: float) -> list[ObjectKey]:
+        """The pages that may count as used later than a page used at `moment`, each with those before it on
         its path."""
+        since = moment - TOLD_SECONDS  # reports of other uses may have been this late
         used = {
             other.digest
             for other, latest in self._latest.items()
-            if latest > since and not self._goes_before(other, key)
+            if latest > since and not self._goes_before(other, key, moment)
         }
         path: set[bytes] = set()
         for digest in (key.digest, *used):
@@ -137,11 +135,12 @@ class RecencyOracle:
             other
             for other, latest in self._latest.items()
             if other != key
-            and (other.digest in path or (latest > since and not self._goes_before(other, key)))
+            and (other.digest in path or (latest > since and not self._goes_before(other, key, moment)))
         ]
 
-    def _reported_since(self, key: ObjectKey, reported: float) -> float:
+    def _reported_use(self, key: ObjectKey) -> float:
         """Time of the page's last use that storage must know."""
+        reported = self._clock() - TOLD_SECONDS
         times = self._touched.get(key, [])
         count = bisect_right(times, reported)
         del times[: max(count - 1, 0)]
@@ -154,9 +153,10 @@ class RecencyOracle:
         page = path.digests.index(key.digest)
         return all(other in self._store for keys in path.full[: page + 1] for other in keys if other != key)
 
-    def _goes_before(self, other: ObjectKey, key: ObjectKey) -> bool:
-        """Whether `other` must be evicted before `key`: it follows on the path and was not used later."""
-        if self._latest[other] > min(self._latest[key], self._clock() - TOLD_SECONDS):
+    def _goes_before(self, other: ObjectKey, key: ObjectKey, moment: float) -> bool:
+        """Whether `other` must be evicted before `key`, last used at `moment`: it follows on the path and was
+        not used later."""
+        if self._latest[other] > moment:
             return False
         digest: bytes | None = other.digest
         while digest is not None and digest != key.digest:
