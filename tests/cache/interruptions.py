@@ -239,6 +239,11 @@ async def drain(stage: Stage, at: At) -> None:
     await at(stage.cache.drain())
 
 
+async def verify_ranks(stage: Stage, at: At) -> None:
+    """Without other ranks there is nobody to wait for."""
+    assert await at(stage.cache.verify_ranks()) == []
+
+
 async def flush(stage: Stage, at: At) -> None:
     async with stage.cache.request(NEW) as request:
         await stage.compute(request, NEW)
@@ -336,6 +341,7 @@ SCENARIOS: dict[str, list[Scenario]] = {
     "Opening.__await__": [close_what_was_awaited],
     "HybridCache.drain": [drain],
     "HybridCache.flush": [flush],
+    "HybridCache.verify_ranks": [verify_ranks],
     "HybridCache.attach_storage": [attach],
     "HybridCache.detach_storage": [detach_what_is_read_from],
     "HybridCache.clear_storage": [clear_what_is_written_to],
