@@ -7,7 +7,7 @@ Digests are byte for byte those of SGLang HiCache's SHA-256 chain, so tools work
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -114,6 +114,14 @@ def page_digests(tokens: array[int] | memoryview, page_size: int, prior: bytes =
             prior = sha256(prior + words[page * step : (page + 1) * step]).digest()
         digests.append(prior)
     return digests
+
+
+def tail_digests(keys: Iterable[bytes], prior: bytes) -> list[bytes]:
+    """Digests of pages that follow the same page, each as its ids in little-endian int64.
+
+    As `page_digests`, for pages of which every one has a negative id (`tree.tails`).
+    """
+    return [sha256(prior + b"\xff" + key).digest() for key in keys]
 
 
 def common_pages(ours: Sequence[bytes], theirs: Sequence[bytes]) -> int:

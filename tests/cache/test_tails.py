@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import pytest
 
 from asynchicache import CacheConfig, HybridCache, Request, Tier, WritePolicy
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.events import PagesStored
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.testing.oracle import ByteOracle
 from asynchicache.testing.specs import synthetic_spec
@@ -140,20 +144,132 @@ async def test_a_tail_comes_back_from_the_host(spec):
         assert await engine.serve([1, 2, 3, 4, 5, 6, 7, 8]) == 7
 
 
+async def fill_memory(engine: TokenEngine) -> None:
+    """Serve other prompts until nothing of what was served before is in memory."""
+    for start in range(100, 500, 100):
+        await engine.serve(list(range(start, start + 20)), [7])
+
+
+def stored(spec, **more: object) -> CacheConfig:
+    return options(spec, weight_version="test", sizes={"kv": (8, 8), "mamba": (2, 3)}, **more)
+
+
 @pytest.mark.asyncio
-async def test_storage_has_whole_pages(spec):
-    storage = options(spec, storage="memory", weight_version="test", sizes={"kv": (8, 8), "mamba": (2, 3)})
-    async with HybridCache.open(spec, storage) as cache:
+async def test_a_tail_comes_back_from_storage(spec):
+    async with HybridCache.open(spec, stored(spec, storage="memory")) as cache:
         engine = TokenEngine(cache)
         await engine.serve([1, 2, 3, 4], [5, 6, 7])
-        for start in range(100, 500, 100):
-            await engine.serve(list(range(start, start + 20)), [7])
-        nodes = list(cache._controller.planner.state.tree.nodes())
-        assert {bool(node.stored) for node in nodes if node.tail} == {False}
-        assert any(node.stored for node in nodes)
-        again = await engine.serve([1, 2, 3, 4, 5, 6, 7, 8])
+        await fill_memory(engine)
+        async with cache.request([1, 2, 3, 4, 5, 6, 7, 8]) as request:
+            assert request.hit.tokens == 0
+            await request.prefetch()
+            await request.load()
+            assert request.hit.by_tier == {Tier.STORAGE: 7}
+        await fill_memory(engine)
+        assert await engine.serve([1, 2, 3, 4, 5, 6, 7, 8]) == 7
 
-    assert again == 4
+
+def reopened(spec, store: MemoryStore) -> AbstractAsyncContextManager[HybridCache]:
+    """A cache with nothing in memory."""
+    return HybridCache.open(spec, options(spec, weight_version="test"), storage=MemoryBackend(store))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("lost", ["", "state", "tail"])
+async def test_a_tail_comes_back_after_a_restart(spec, lost):
+    """To those who go on at it, and only to them; if a part of it is lost, the pages before it do."""
+    store = MemoryStore()
+    turn = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    async with reopened(spec, store) as cache:
+        engine = TokenEngine(cache)
+        assert await engine.serve(turn[:6], turn[6:], stops=[4, 8]) == 0
+        pools = {"state": engine.others, "tail": engine.paged}.get(lost)
+        if pools:
+            lose(cache, store, pools[0])
+
+    async with reopened(spec, store) as cache:
+        assert await TokenEngine(cache).serve([*turn[:9], 77, 78, 79, 80]) == 8
+    async with reopened(spec, store) as cache:
+        engine = TokenEngine(cache)
+        assert await engine.serve([*turn, 11, 12, 13, 14, 15]) == (8 if pools else 10)
+        assert await engine.serve([*turn, 11, 12, 13, 14, 15, 16]) == 15
+
+
+@pytest.mark.asyncio
+async def test_durable_means_the_last_token(spec):
+    store = MemoryStore()
+    async with reopened(spec, store) as cache, cache.request([1, 2, 3, 4, 5, 6]) as request:
+        engine = TokenEngine(cache)
+        ends = page_digests(token_array(request.tokens), 1, namespace_seed(None))
+        await request.load()
+        request.extend(6)
+        engine.compute(request, 0, 6, ends)
+        await request.checkpoint(6, final=True)
+        assert await request.durable()
+        kept = {pool.name: sum(key.pool == pool.name for key in store) for pool in spec.pools}
+        lose(cache, store, spec.owners[0].name)
+        assert await request.durable(), "what storage has lost is written anew"
+
+    assert kept == {pool.name: 2 if pool.per_token else 1 for pool in spec.pools}
+    async with reopened(spec, store) as cache:
+        assert await TokenEngine(cache).serve([1, 2, 3, 4, 5, 6, 7, 8, 9]) == 6
+
+
+def lose(cache: HybridCache, store: MemoryStore, pool: str) -> None:
+    """Remove what a store has of a pool for the longest path's tail."""
+    tree = cache._controller.planner.state.tree
+    end = max((node for node in tree.nodes() if node.tail), key=lambda node: node.end)
+    key = next(key for key in store if key.pool == pool and key.digest == tree.digests(end)[0])
+    assert store.drop(key)
+
+
+@pytest.mark.asyncio
+async def test_the_end_of_a_prompt_that_goes_on_is_not_stored():
+    """Its answer follows it, so only memory keeps it for prompts that are asked twice."""
+    spec = synthetic_spec(PAGE, ("kv",))
+    async with HybridCache.open(spec, options(spec, storage="memory", weight_version="test")) as cache:
+        await TokenEngine(cache).serve([1, 2, 3, 4, 5, 6], [7], final=False)
+        ends = [node for node in cache._controller.planner.state.tree.nodes() if node.tail]
+
+    assert [(node.tail, node.stored) for node in ends] == [(3, 0)]
+
+
+@pytest.mark.asyncio
+async def test_requests_that_go_on_at_the_same_tail_ask_and_read_once(spec):
+    store = MemoryStore()
+    turn = [1, 2, 3, 4, 5, 6, 7]
+    async with reopened(spec, store) as cache:
+        await TokenEngine(cache).serve(turn[:4], turn[4:])
+    async with reopened(spec, store) as cache:
+        requests = [cache.request([*turn, 100 + one]) for one in range(6)]
+        async with AsyncExitStack() as stack:
+            for request in requests:
+                await stack.enter_async_context(request)
+            await asyncio.gather(*(request.prefetch() for request in requests))
+            hits = [request.hit.tokens for request in requests]
+        storage = cache.statistics().storage
+
+    assert hits == [7] * 6
+    assert {name: pool.get.pages for name, pool in storage.items()} == {
+        pool.name: 2 if pool.per_token else 1 for pool in spec.pools
+    }
+    assert {pool.exists.calls for pool in storage.values()} <= {1, 2}
+
+
+@pytest.mark.asyncio
+async def test_events_and_snapshots_tell_of_whole_pages(spec):
+    store = MemoryStore()
+    for _ in range(2):
+        async with reopened(spec, store) as cache:
+            events = cache.events()
+            engine = TokenEngine(cache)
+            await engine.serve([1, 2, 3, 4], [5, 6, 7])
+            await engine.serve([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11])
+            told = [*events.take(), *await cache.snapshot()]
+            assert any(node.tail and node.stored for node in cache._controller.planner.state.tree.nodes())
+        tokens = [token for event in told if isinstance(event, PagesStored) for token in event.tokens]
+        assert {event.tier for event in told if isinstance(event, PagesStored)} == set(Tier)
+        assert min(tokens) > 0, "no id of a tail's filling"
 
 
 @pytest.mark.asyncio

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 import pytest
 
 from asynchicache.errors import ConfigError
-from asynchicache.hashing import ObjectKey, namespace_seed, page_digests, pool_fingerprint
+from asynchicache.hashing import ObjectKey, namespace_seed, page_digests, pool_fingerprint, tail_digests
 
 FIRST = "cf97adeedb59e05bfd73a2b4c2a8885708c4f4f70c84c64b27120e72ab733b72"
 SECOND = "4ebfa8a1f3c341517621838c6e1b9aa350307e3f00b3cbd1a07ef740f54396d6"
@@ -161,6 +161,14 @@ def test_a_pattern_is_for_the_keys_of_one_pool():
     assert fnmatchcase(key._replace(digest=bytes(32)).text(), key.pattern())
     for other in ({"pool": "swa"}, {"shard": "2/2"}, {"shard": ""}, {"fingerprint": bytes(32)}):
         assert not fnmatchcase(key._replace(**other).text(), key.pattern())
+
+
+def test_pages_that_follow_the_same_page_have_the_digests_of_whole_pages():
+    keys = [array("q", [5, *run]) for run in ([6, -1], [-1, -1], [6, 1 << 40])]
+
+    assert tail_digests([key.tobytes() for key in keys], bytes.fromhex(FIRST)) == [
+        page_digests(key, 3, bytes.fromhex(FIRST))[0] for key in keys
+    ]
 
 
 @pytest.mark.parametrize("names", [(1, None), (None, b"salt")])

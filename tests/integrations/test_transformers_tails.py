@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from integrations.served import answer, begin, read, serving, uncached
 from integrations.zoo import ALL, PAGE, random_tokens, tiny_spec
 
@@ -48,3 +49,21 @@ async def test_a_conversation_goes_on_at_its_last_token(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in ALL if name not in DEFAULT])
 async def test_a_conversation_of_every_other_model(name: str) -> None:
     await check_turns(name)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", DEFAULT)
+async def test_a_conversation_goes_on_at_its_last_token_after_a_restart(name: str) -> None:
+    first, store, said = random_tokens(PROMPT), MemoryStore(), list[int]()
+    computed = PROMPT + ANSWER - 1
+    for turn in range(3):
+        async with serving(name, prefill_chunk=24, tails=True, storage=MemoryBackend(store)) as served:
+            prompt = first if not turn else [*first, *said, *random_tokens(QUESTION, seed=turn)]
+            generation = begin(served, prompt, ANSWER)
+            words = await read(generation)
+        assert words == uncached(name, prompt, ANSWER)
+        if not turn:
+            said = words
+        else:
+            whole = computed // PAGE * PAGE
+            assert generation.cached_tokens == (computed if ends_anywhere(name) else whole)

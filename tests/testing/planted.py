@@ -345,6 +345,35 @@ def page_of_a_tail_is_not_copied(patch: Patch) -> None:
     patch.setattr(LoadPlanner, "_load_tail", lend)
 
 
+@bug
+def tails_in_storage_are_not_asked_for(patch: Patch) -> None:
+    async def none(*_: Any) -> None:
+        pass
+
+    patch.setattr(Prefetcher, "_stored_tail", none)
+
+
+@bug
+def tail_is_stored_as_the_page_of_another(patch: Patch) -> None:
+    digests = PrefetchPlanner.tail_digests
+
+    def shifted(self: PrefetchPlanner, *args: Any) -> list[bytes]:
+        found = digests(self, *args)
+        return found[1:] + found[:1]
+
+    patch.setattr(PrefetchPlanner, "tail_digests", shifted)
+
+
+@bug
+def durable_forgets_tails(patch: Patch) -> None:
+    ends = Planner.published_ends
+
+    def whole(self: Planner, request: RequestState) -> Any:
+        return [node for node in ends(self, request) if not node.tail]
+
+    patch.setattr(Planner, "published_ends", whole)
+
+
 # States and windows
 
 

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from asynchicache.controller.digests import sliced_digests
 from asynchicache.controller.executor import Executor
@@ -188,23 +189,36 @@ class Prefetcher:
         while True:
             await self._wait_for_backups(tokens, seed)
             reason = await self._present(known, tokens, seed, digests)
-            query = self._prefetches.make_query(tokens, seed, digests)
+            query, present = self._query(prefetch.request, digests, known)
             if query is None:
                 return MissReason.NONE
             if prefetch.awaited and best < 0:
-                reach = known.reach(query.memory_pages)
-                if self._reads_ahead(prefetch, query, known.flags, self._split(prefetch, query, reach)):
+                reach = known.reach(min(query.memory_pages, query.whole_pages)) + (query.tail > 0)
+                if self._reads_ahead(prefetch, query, present, self._split(prefetch, query, reach)):
                     return MissReason.CHEAPER_TO_COMPUTE
                 if not self._pays(query, reach):
                     self._prefetches.release(query)
                     return MissReason.CHEAPER_TO_COMPUTE
-            result, reason = await self._read(prefetch, query, known.flags, reason, join=joins > 0)
+            result, reason = await self._read(prefetch, query, present, reason, join=joins > 0)
             if result is None or result.pages >= result.read.target or not result.read.joined:
                 await self._wait_for_backups(tokens, seed)
                 return reason
             if result.pages <= best:
                 joins -= 1
             best = max(best, result.pages)
+
+    def _query(
+        self, request: RequestState, digests: list[bytes], known: _KnownPresence
+    ) -> tuple[StorageQuery | None, Mapping[int, bytes]]:
+        """The query for a request's prefix, up to the tail that storage has behind its pages; and which of
+        the query's pages storage has, by component."""
+        end = known.tail
+        if end is None:
+            return self._prefetches.make_query(request.tokens, request.seed, digests), known.flags
+        path = [*digests[: end.pages], end.digest]
+        query = self._prefetches.make_tail_query(request.tokens, request.seed, path, end.tokens)
+        present = {one: flags[: end.pages].ljust(end.pages, b"\0") for one, flags in known.flags.items()}
+        return query, {one: flags + b"\1" for one, flags in present.items()}
 
     async def _wait_for_backups(self, tokens: array[int], seed: bytes) -> None:
         """Wait while pages of the prefix are being copied from an engine's pages to the host."""
@@ -281,7 +295,7 @@ class Prefetcher:
             if read is None:
                 self._prefetches.release(query)
         if not prefetch.settled:
-            prefetch.request.stored_full_pages = plan.full_pages
+            prefetch.request.stored_full_pages = min(plan.full_pages, query.whole_pages)
             prefetch.request.stored_held_back = plan.limit
         self._executor.run(plan.backups)
         if read is None:
@@ -293,7 +307,7 @@ class Prefetcher:
         self, known: _KnownPresence, tokens: array[int], seed: bytes, digests: list[bytes]
     ) -> MissReason:
         """Ask which missing pages storage has: full pages first, then the other components as far as full
-        pages reach. Pages answered before are not asked again."""
+        pages reach, and then the tails there. Pages answered before are not asked again."""
         query = self._prefetches.make_query(tokens, seed, digests)
         if query is None:
             return MissReason.NONE
@@ -316,7 +330,34 @@ class Prefetcher:
                     reason = other if reason is MissReason.NONE else reason
         finally:
             self._prefetches.release(query)
+        if reason is MissReason.NONE:
+            known.tail = await self._stored_tail(known, tokens, seed, digests, reach)
         return reason
+
+    async def _stored_tail(
+        self, known: _KnownPresence, tokens: array[int], seed: bytes, digests: list[bytes], pages: int
+    ) -> _StoredTail | None:
+        """The longest tail behind the first `pages` pages that storage has, with its states."""
+        state = self._planner.state
+        if not state.tails or not self._planner.loads.takes_tails(tokens):
+            return None
+        if pages in known.tails:
+            return known.tails[pages]
+        # Of two sequences, the shorter tails are the same as far as their tokens are: as with the pages of a
+        # path, so questions about them are shared in the same way.
+        ends = self._prefetches.tail_digests(tokens, seed, digests, pages)
+        there: Sequence[int] = range(len(ends))
+        for component_id in range(len(state.names)):
+            if not (there and self._prefetches.can_read(component_id)):
+                return None
+            first, stop = there[0], there[-1] + 1
+            answer = await self._presence.ask(
+                component_id, ends, range(first, stop), answered=known.answered, for_all=True
+            )
+            there = [one for one in there if answer.flags[one - first]]
+        found = _StoredTail(pages, there[-1] + 1, ends[there[-1]]) if there else None
+        known.tails[pages] = found
+        return found
 
     async def _ask(
         self, known: _KnownPresence, component_id: int, digests: list[bytes], pages: range
@@ -401,16 +442,28 @@ class _TimedRead:
     arrived: bool = False
 
 
+class _StoredTail(NamedTuple):
+    """A tail that storage has: the pages before it, its tokens, and its digest."""
+
+    pages: int
+    tokens: int
+    digest: bytes
+
+
 class _KnownPresence:
     """Storage's answers for one sequence.
 
     Attributes:
         flags: by component, a byte per page from the first of the sequence, 1 if storage has it.
+        tail: the tail behind the full pages in memory and storage.
+        tails: by the pages before it, the tails that were asked for; None: storage has none there.
         answered: queries of other requests that storage answered while this one waited.
     """
 
     def __init__(self, names: Sized, answered: Sequence[PresenceQuery] = ()) -> None:
         self.answered = answered
+        self.tail: _StoredTail | None = None
+        self.tails: dict[int, _StoredTail | None] = {}
         self.flags: dict[int, bytes] = dict.fromkeys(range(len(names)), b"")
         self._first = [0] * len(names)
 

@@ -29,6 +29,7 @@ class PresenceQuery:
         digests: of all pages of the path, from its first.
         pages: numbers of the pages to ask for.
         fresh: cached answers must not be used.
+        for_all: every listener gets the answer.
         answer: set when storage has answered, or will not.
     """
 
@@ -36,6 +37,7 @@ class PresenceQuery:
     digests: Sequence[bytes]
     pages: range
     fresh: bool
+    for_all: bool
     answer: asyncio.Future[Presence] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ class PresenceQueries:
         *,
         fresh: bool = False,
         answered: Sequence[PresenceQuery] = (),
+        for_all: bool = False,
     ) -> Presence:
         """Ask which of some pages storage has.
 
@@ -91,10 +94,14 @@ class PresenceQueries:
             pages: numbers of the pages to ask for, ascending and without gaps.
             fresh: do not use cached answers.
             answered: queries whose answers are recent enough, see `listen`.
+            for_all: who listens does not know yet that it will ask for these pages.
         """
         known = [*answered, *self._in_flight]
         parts = list(self._parts(known, component_id, digests, pages, fresh))
-        self._put([question for question, _, mine in parts if mine], (component_id, fresh))
+        new = [question for question, _, mine in parts if mine]
+        for question in new:
+            question.for_all = for_all
+        self._put(new, (component_id, fresh))
         flags, reason = bytearray(), MissReason.NONE
         for question, span, _ in parts:
             answer = await asyncio.shield(question.answer)
@@ -126,7 +133,7 @@ class PresenceQueries:
     def _new(
         self, component_id: int, digests: Sequence[bytes], pages: range, fresh: bool
     ) -> tuple[PresenceQuery, range, bool]:
-        question = PresenceQuery(component_id, digests, pages, fresh)
+        question = PresenceQuery(component_id, digests, pages, fresh, for_all=False)
         self._in_flight.append(question)
         return question, pages, True
 
@@ -185,7 +192,9 @@ class PresenceQueries:
             question.answer.set_result(Presence(answer.flags[begin:end], answer.reason))
             if answer.reason is MissReason.NONE:
                 for listener in self._listeners:
-                    if _is_common(question.digests, listener.digests, question.pages.start):
+                    if question.for_all or _is_common(
+                        question.digests, listener.digests, question.pages.start
+                    ):
                         listener.answered.append(question)
             begin = end
 

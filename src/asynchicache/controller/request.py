@@ -388,7 +388,9 @@ class Request:
         self._check_named("load", "into", into, after)
         end = state.lease.node
         copies = self._planned_load(state, into)
-        self._controller.storage_writer.use(end if into is not None else state.lease.node)
+        if into is None:
+            end = state.lease.node if state.whole_tail is None else state.whole_tail
+        self._controller.storage_writer.use(end)
         if counted and not state.resumed:
             self._controller.count_served(state)
         ticket = self._executor.run(copies, state.runs_on, after=after)

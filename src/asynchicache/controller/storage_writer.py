@@ -106,8 +106,9 @@ class StorageWriter:
         """Record a use of the path to `node`: storage gets a touch soon, and before the next write."""
         if self._stopped or node.parent is None or not self._storage.touchable:
             return
-        self._used.pop(node, None)
-        self._used[node] = None
+        for end in (node.parent, node) if node.tail else (node,):  # the tail may be dropped until then
+            self._used.pop(end, None)
+            self._used[end] = None
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._pause, self._flush_touches_later)
 
@@ -273,7 +274,7 @@ class StorageWriter:
                 there = await self.confirm(last, earlier)
                 if there or there is None:
                     # A state that lost its slot before it was written cannot be resumed after a restart.
-                    return bool(there) and (not request.resumable or self._backups.can_resume(last))
+                    return bool(there) and all(map(self._backups.can_resume, request.resumable))
             return False
         finally:
             self._awaited[last] -= 1

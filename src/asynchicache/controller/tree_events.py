@@ -14,7 +14,10 @@ from asynchicache.types import TOKEN_BYTES, Tier
 
 
 class TreeEvents:
-    """The `watcher` of a tree while there are subscribers: emits an event for each change."""
+    """The `watcher` of a tree while there are subscribers: emits an event for each change of whole pages.
+
+    There is none for tails: who routes by events asks for whole pages.
+    """
 
     def __init__(
         self,
@@ -36,12 +39,15 @@ class TreeEvents:
         self._tell = tell
 
     def on_arrive(self, node: Node, place: SlotPlace) -> None:
-        if not self._tree.is_current(node):  # of weights that are not served any more
-            return
-        self._tell(self.describe(node, component_of(place), tier_of(place)))
+        if self._is_told(node):
+            self._tell(self.describe(node, component_of(place), tier_of(place)))
+
+    def _is_told(self, node: Node) -> bool:
+        """Whether a node has whole pages, of the weights that are served now."""
+        return not node.tail and self._tree.is_current(node)
 
     def on_evict(self, node: Node, place: SlotPlace, pages: int) -> None:
-        if not self._tree.is_current(node):
+        if not self._is_told(node):
             return
         component_id = component_of(place)
         count = pages if self._owners[component_id].per_token else 1
@@ -49,9 +55,8 @@ class TreeEvents:
         self._tell(PagesRemoved(self._owners[component_id].name, tier_of(place), digests))
 
     def on_store(self, node: Node, component_id: int) -> None:
-        if not self._tree.is_current(node):
-            return
-        self._tell(self.describe(node, component_id, Tier.STORAGE))
+        if self._is_told(node):
+            self._tell(self.describe(node, component_id, Tier.STORAGE))
 
     def on_clear(self, *tiers: Tier) -> None:
         self._tell(TiersCleared(tiers))
@@ -64,7 +69,7 @@ class TreeEvents:
         self, node: Node, writing: Container[tuple[Node, int]] = frozenset()
     ) -> Iterator[PagesStored]:
         """Events for all that a node has, by tier. `writing`: storage writes in flight, left out."""
-        for component_id in range(self._tree.width):
+        for component_id in range(self._tree.width if not node.tail else 0):
             for tier in (Tier.DEVICE, Tier.HOST):
                 if node.residency[place_of(component_id, tier)] == RESIDENT:
                     yield self.describe(node, component_id, tier)

@@ -244,8 +244,8 @@ class BackupPlanner:
         if not self._state.tree.is_current(node):
             return None  # its pages are of weights whose keys are not in use any more
         for below in reversed(path):
-            if below.tail:
-                break  # storage has whole pages: a request asks for the digests of those
+            if below.tail and not below.hits:
+                break  # the end of a prompt, of which no request has gone on yet: its answer follows it
             for component_id in range(len(self._state.names)):
                 resident = below.residency[place_of(component_id, Tier.HOST)] == RESIDENT
                 if resident and not below.stored >> component_id & 1:

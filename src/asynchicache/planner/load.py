@@ -95,8 +95,8 @@ class LoadPlanner:
         if tail is None:
             return
         request.tail, request.tail_tokens = tail, tail.tokens
-        if tail.tokens == tail.node.tail:
-            request.last_tail = tail.node
+        if request.whole_tail is not None:
+            request.last_tail = request.whole_tail
         tails.use(self._tree, tail, lease.credit)
         for node, place in tails.locks(self._tree, tail):
             self._tree.lock_for(lease.locked, node, place)

@@ -180,15 +180,23 @@ class Planner:
         """
         match = self._match(request.tokens, request.seed)
         request.held_back = self._tree.held_back(request.tokens, match)
-        if prefetched:
-            more = max(match.pages - request.matched_pages, 0)
-            request.prefetched_pages = min(request.prefetched_pages + more, match.pages)
+        had = (request.matched_pages, request.tail_tokens)
         before, request.match = request.lease, match
         request.lease = self._tree.lock(match, before.credit)
         request.epoch = self._tree.epoch
         request.resting = False
         self.loads.keep_tail(request)
+        if prefetched:
+            self._count_prefetched(request, *had)
         before.close()
+
+    @staticmethod
+    def _count_prefetched(request: RequestState, pages: int, tail_tokens: int) -> None:
+        """Count what a match has beyond `pages` pages, and `tail_tokens` of a tail, as prefetched."""
+        match, has_tail = request.match, request.tail_tokens > 0
+        more = max(match.pages - pages, 0)
+        more += has_tail and (match.pages, request.tail_tokens) > (pages, tail_tokens)
+        request.prefetched_pages = min(request.prefetched_pages + more, match.pages + has_tail)
 
     def rest(self, request: RequestState) -> None:
         """Release the prefix until `rematch`."""
@@ -399,25 +407,27 @@ class Planner:
             self._give_states(request, result.node, length)
         else:
             copy = self._publish_states(request, result.node, length)
-        request.resumable = self._tree.restorable(result.node)
         forks = [] if copy is None else [copy]
-        end = result.node
+        ends = [end := result.node]
         if self.state.tails:
             tail, fork = self.ends.publish(request, end, length, final=final)
             if tail is not None and final:
+                tail.hits = max(tail.hits, 1)
                 self._give_states(request, tail, tail.end * self.state.page_size)
+                ends.append(tail)
                 end = tail if self.backups.due(tail) else end
             self.ends.set_last_tail(request, end, tail)
             if fork is not None:
                 fork.publishes = tail if tail is not None and self.backups.due(tail) else None
                 forks.append(fork)
+        request.resumable = [node for node in ends if self._tree.restorable(node)]
         if copy is not None or not self.backups.due(end):
             return forks
         return [*self.backups.backup(end), *forks]
 
     def published_ends(self, request: RequestState) -> list[Node]:
         """The ends of the request's checkpoints that can be resumed from memory, first to last, and then the
-        end of its path.
+        end of its path: that of its whole pages, and if it is finished, the tail behind them.
 
         Each checkpoint has a window of its own; the last window does not include the earlier ones.
         """
@@ -427,7 +437,11 @@ class Planner:
             if node.end in request.published and node is not ends[0] and self._tree.restorable(node):
                 ends.append(node)
             node = above
-        return ends[::-1]
+        ends.reverse()
+        tail = request.last_tail
+        if request.finished and tail is not None and tail.parent is ends[-1] and tail.hits:
+            ends.append(tail)
+        return ends
 
     def _give_states(self, request: RequestState, node: Node, length: int) -> None:
         """Hand the working states over to `node`, for components where it has none."""

@@ -17,11 +17,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from asynchicache.hashing import common_pages, page_digests
+from asynchicache.hashing import common_pages, page_digests, tail_digests
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.state import CacheState
 from asynchicache.storage import hits
+from asynchicache.tree import tails
 from asynchicache.tree.components import Component, prefix_locks
 from asynchicache.tree.copies import missing_on_host
 from asynchicache.tree.node import (
@@ -48,6 +49,7 @@ class StorageQuery:
 
     Attributes:
         tokens, seed: the sequence and its namespace digest.
+        tail: tokens of the last page, if the prefix ends inside it (`tails.filled_up`); 0: it does not.
         pages: the most pages that could be restored.
         matched_pages: pages that are restorable without storage.
         memory_pages: full pages in memory.
@@ -64,6 +66,7 @@ class StorageQuery:
 
     tokens: array[int]
     seed: bytes
+    tail: int
     pages: int
     matched_pages: int
     memory_pages: int
@@ -74,6 +77,11 @@ class StorageQuery:
     locks: Locks
     forgotten: int
     epoch: int
+
+    @property
+    def whole_pages(self) -> int:
+        """As `pages`, without one that the prefix ends inside."""
+        return self.pages - (self.tail > 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -198,15 +206,36 @@ class PrefetchPlanner:
             SAVING in node.residency for node in (*_path(tip), *([ahead] if ahead is not None else []))
         )
 
+    def tail_digests(
+        self, tokens: array[int], seed: bytes, digests: Sequence[bytes], pages: int
+    ) -> list[bytes]:
+        """Digests of the tails at which a prefix may end behind its first `pages` pages, the shortest first.
+
+        `digests`: of these pages, and maybe more.
+        """
+        keys = tails.keys_behind(self._tree, tokens, pages, len(tokens) - 1)
+        return tail_digests(keys, digests[pages - 1] if pages else seed)
+
+    def make_tail_query(
+        self, tokens: array[int], seed: bytes, digests: list[bytes], count: int
+    ) -> StorageQuery | None:
+        """As `make_query`, for a prefix that ends with `count` tokens of its last page.
+
+        `digests`: of its pages, the last one that of the tail.
+        """
+        sequence = tails.filled_up(self._tree, tokens, len(digests) - 1, count)
+        return self.make_query(sequence, seed, digests, tail=count)
+
     def make_query(
-        self, tokens: array[int], seed: bytes, digests: list[bytes] | None = None
+        self, tokens: array[int], seed: bytes, digests: list[bytes] | None = None, *, tail: int = 0
     ) -> StorageQuery | None:
         """Make the query for what lies beyond memory; None if storage cannot add anything.
 
         Args:
             tokens: the sequence.
             seed: the digest of its namespace.
-            digests: of all pages that could be restored. Default: computed memory_pages.
+            digests: of all pages that could be restored. Default: computed now.
+            tail: see `StorageQuery`.
         """
         pages, size = (
             self._max_restorable_pages(tokens) if digests is None else len(digests),
@@ -230,6 +259,7 @@ class PrefetchPlanner:
         query = StorageQuery(
             tokens,
             seed,
+            tail,
             pages,
             match.pages,
             memory_pages,
@@ -617,7 +647,10 @@ class PrefetchPlanner:
             return node
         first, last = arrived.start, arrived.stop
         slots = read.slots[FULL]
-        result = self._tree.insert_host(node, query.tokens, slots[first:last])
+        if query.tail and node.end + last - first == query.pages:
+            result = tails.insert_host(self._tree, node, query.tokens, slots[first:last], query.tail)
+        else:
+            result = self._tree.insert_host(node, query.tokens, slots[first:last])
         read.slots[FULL] = slots[:first] + result.duplicates + slots[last:]
         # Nodes above too: another request may have published them during the read.
         _give_digests(result.node, query.digests, result.node.end)

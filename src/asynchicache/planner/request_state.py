@@ -68,7 +68,7 @@ class RequestState:
             not more.
         stored_full_pages, stored_held_back: how far full pages reach in memory and storage together, as the
             request's prefetch found, and the component that keeps a prefix shorter than that.
-        prefetched_pages: pages that the request's prefetch added to the match.
+        prefetched_pages: pages that the request's prefetch added to the match, and a tail.
         sources: by pool and the tier they came from, the restored pages and states. `STORAGE` counts those
             that the request's prefetch brought.
         split: tokens to compute before the rest of the prefix comes from storage; 0: none.
@@ -81,7 +81,8 @@ class RequestState:
         closed: the request is over; copies may still keep its slots.
         published: for models with windows, the page counts of its checkpoints.
         unpublished: a checkpoint was not published, because the device or the load had failed.
-        resumable: its last checkpoint was published with all that a later prompt needs to go on there.
+        resumable: where its last checkpoint ended and was published with all that a later prompt needs to go
+            on there.
         epoch: of the tree, when its prefix was matched last.
         finished: the tree took its working states; it computes nothing more.
         streams: the known streams of its forwards, as a dictionary to keep their order.
@@ -122,7 +123,7 @@ class RequestState:
     poisoned: bool = False
     published: set[int] = field(default_factory=set)
     unpublished: bool = False
-    resumable: bool = False
+    resumable: list[Node] = field(default_factory=list)
     epoch: int = 0
     finished: bool = False
     closed: bool = False
@@ -138,6 +139,12 @@ class RequestState:
     def matched_pages(self) -> int:
         """Pages that were restorable at the latest match."""
         return self.match.pages
+
+    @property
+    def whole_tail(self) -> Node | None:
+        """The tail that the match ends with all of; None if it ends with a page, or inside a longer one."""
+        tail = self.tail
+        return tail.node if tail is not None and tail.node.tail == tail.tokens else None
 
     def hit_tokens(self, page_size: int) -> int:
         """Tokens of the prefix: matched, or restored once it is loaded."""

@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,13 @@ def _nothing_more(pool: str) -> str:
     return ""
 
 
+class PrefixEnd(NamedTuple):
+    """The end of a prefix inside a page: the prefix's digest, and its tokens in that page."""
+
+    digest: bytes
+    tokens: int
+
+
 class PageTokens:
     """The prefix digests of the tokens of pages, so that bytes can be expected token by token.
 
@@ -37,16 +44,31 @@ class PageTokens:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._tokens: dict[bytes, bytes] = {}
+        self._ends: dict[bytes, PrefixEnd] = {}
+        self._noted: set[tuple[bytes, bytes]] = set()
 
     def note(self, tokens: array[int], seed: bytes) -> None:
-        """Know the pages of a sequence from now on, and its ends: the digest of a prefix stands for the page
-        that it ends in, up to there."""
+        """Know the pages of a sequence from now on, and its ends: the digest of a prefix, and that of a tail,
+        stand for the page that it ends in, up to there."""
+        if (seed, words := tokens.tobytes()) in self._noted:
+            return
+        self._noted.add((seed, words))
         size, each = self._page_size, page_digests(tokens, 1, seed)
-        for number, digest in enumerate(page_digests(tokens, size, seed)):
+        pages = page_digests(tokens, size, seed)
+        for number, digest in enumerate(pages):
             self._tokens[digest] = b"".join(each[number * size : (number + 1) * size])
         for end, digest in enumerate(each, start=1):
             page = b"".join(each[(end - 1) // size * size : end])
             self._tokens.setdefault(digest, page.ljust(size * DIGEST_BYTES, b"\0"))
+            if end % size:
+                filled = tokens[end - end % size : end] + array("q", [-1] * (size - end % size))
+                (tail,) = page_digests(filled, size, pages[end // size - 1] if end >= size else seed)
+                self._tokens[tail] = self._tokens[digest]
+                self._ends[tail] = PrefixEnd(digest, end % size)
+
+    def end(self, digest: bytes) -> PrefixEnd | None:
+        """The prefix that a tail ends; None if it is the digest of something else."""
+        return self._ends.get(digest)
 
     def rows(self, digests: Sequence[bytes]) -> PageBytes:
         """Digests of the tokens of pages, `[pages, tokens, DIGEST_BYTES]`; its own if a page is unknown."""
@@ -135,7 +157,7 @@ class ByteOracle:
 
 
 class HostOracle:
-    """Checks whole pages in host memory or storage against their expected bytes."""
+    """Checks pages in host memory or storage against their expected bytes; of a tail, its tokens."""
 
     def __init__(
         self,
@@ -157,17 +179,24 @@ class HostOracle:
             for pool in spec.pools
         }
         self._layouts = {pool.name: SlotLayout.of(pool, spec.page_size, layout) for pool in spec.pools}
+        self._paged = {pool.name for pool in spec.pools if pool.per_token}
+        self._page_tokens = page_tokens
 
     def holds(self, pool: str, page: memoryview, digest: bytes) -> bool:
         """Whether `page`, a slot of the pool, holds the expected bytes of `digest`."""
         content = np.frombuffer(page, np.uint8)
         layout = self._layouts[pool]
+        end = self._page_tokens.end(digest) if self._page_tokens is not None else None
+        if end is not None:
+            digest = end.digest
         for pattern in self._patterns[pool]:
             strides = layout.strides(pattern.tensor.name, 1)
             found = np.lib.stride_tricks.as_strided(
                 content[strides.offset :], strides.shape, strides.stride, writeable=False
             )
-            if not np.array_equal(found.reshape(strides.layers, 1, -1), pattern.expected([digest])):
+            known = slice(end.tokens * pattern.token_bytes if end and pool in self._paged else None)
+            there = found.reshape(strides.layers, 1, -1)[..., known]
+            if not np.array_equal(there, pattern.expected([digest])[..., known]):
                 return False
         return True
 

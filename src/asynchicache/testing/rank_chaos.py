@@ -137,7 +137,7 @@ class RankSlots(NamedTuple):
 def resumable(request: Request) -> bool:
     """Whether a request's last checkpoint has all that a later prompt needs to go on there."""
     state = request._state  # noqa: SLF001 - the harness looks inside
-    return state is not None and state.resumable
+    return state is not None and bool(state.resumable)
 
 
 class RankMirror:

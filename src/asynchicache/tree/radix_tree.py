@@ -432,20 +432,20 @@ class UnifiedRadixTree:
         self.refresh(node, place)
         if place > FULL_HOST and self._has_states:
             self._revalue(node)
-        if self.watcher is not None and residency == RESIDENT and not node.tail:
+        if self.watcher is not None and residency == RESIDENT:
             self.watcher.on_arrive(node, place)
 
     def mark_resident(self, node: Node, place: SlotPlace) -> None:
         """Mark a place as resident: its bytes have arrived."""
         node.residency[place] = RESIDENT
         self.refresh(node, place)
-        if self.watcher is not None and not node.tail:
+        if self.watcher is not None:
             self.watcher.on_arrive(node, place)
 
     def clear_slots(self, node: Node, place: SlotPlace) -> list[int]:
         """Empty a place of a node and return its slots; the caller owns them now."""
         slots = node.slots_at(place)
-        if self.watcher is not None and node.residency[place] == RESIDENT and not node.tail:
+        if self.watcher is not None and node.residency[place] == RESIDENT:
             self.watcher.on_evict(node, place, node.pages)
         self.version += 1
         if place in self._holders:

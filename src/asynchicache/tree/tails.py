@@ -2,8 +2,8 @@
 
 A tail is a leaf with one slot, of whose page only the first tokens count. Its key is those tokens, filled up
 with a word that is no token id. So it is a page of its own: no walk along a sequence runs into it, it never
-counts as a whole page, and copies, locks and eviction treat it as any other leaf. Tails are not stored: a
-digest is asked for by whole pages.
+counts as a whole page, and copies, locks, eviction and storage treat it as any other leaf. A sequence that
+is filled up in the same way (`filled_up`) leads to it, page by page.
 
 A request that resumes inside a page copies the page and writes behind the copied tokens; what the rest of
 the copy holds is never read. So the page may as well be a whole one of a sequence that goes on differently.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from asynchicache.tree.node import (
@@ -28,7 +29,7 @@ from asynchicache.tree.node import (
     SlotPlace,
     place_of,
 )
-from asynchicache.tree.radix_tree import Match, UnifiedRadixTree
+from asynchicache.tree.radix_tree import Inserted, Match, UnifiedRadixTree
 from asynchicache.types import TOKEN_BYTES, Tier
 
 _NO_TOKEN = (-1).to_bytes(TOKEN_BYTES, "little", signed=True)
@@ -51,6 +52,25 @@ def padded(tokens: bytes, count: int, tree: UnifiedRadixTree) -> bytes:
     """The key of a tail that consists of the first `count` tokens given."""
     length = count * TOKEN_BYTES
     return tokens[:length] + _NO_TOKEN * ((tree.page_bytes - length) // TOKEN_BYTES)
+
+
+def keys_behind(tree: UnifiedRadixTree, tokens: array[int], pages: int, limit: int) -> list[bytes]:
+    """The keys of the tails at which a prefix of `tokens` may end behind its first `pages` pages, the
+    shortest first.
+
+    `limit`: the most tokens of the prefix.
+    """
+    start = pages * tree.page_bytes
+    end = min(start + tree.page_bytes - TOKEN_BYTES, limit * TOKEN_BYTES)
+    rest = memoryview(tokens).cast("B")[start:end].tobytes() if start < end else b""
+    return [padded(rest, count, tree) for count in range(1, len(rest) // TOKEN_BYTES + 1)]
+
+
+def filled_up(tree: UnifiedRadixTree, tokens: array[int], pages: int, count: int) -> array[int]:
+    """The first `pages` pages of `tokens`, and the tail of `count` tokens behind them as a page."""
+    whole = tokens[: pages * tree.page_size]
+    whole.frombytes(padded(tokens[len(whole) : len(whole) + count].tobytes(), count, tree))
+    return whole
 
 
 def find(tree: UnifiedRadixTree, node: Node, tokens: array[int], limit: int) -> Tail | None:
@@ -123,11 +143,44 @@ def add(tree: UnifiedRadixTree, node: Node, tokens: array[int], slot: int, *, ar
     """
     rest = memoryview(tokens).cast("B")[node.end * tree.page_bytes :].tobytes()
     count = len(rest) // TOKEN_BYTES
-    tail = tree.add_child(node, padded(rest, count, tree))
-    tail.tail = count
-    node.tails += 1
+    tail = _add_child(tree, node, padded(rest, count, tree), count)
     tree.fill_slots(tail, FULL_DEVICE, [slot], LOADING if arriving else RESIDENT)
     return tail
+
+
+def _add_child(tree: UnifiedRadixTree, node: Node, key: bytes, count: int) -> Node:
+    tail = tree.add_child(node, key)
+    tail.tail = count
+    node.tails += 1
+    return tail
+
+
+def insert_host(
+    tree: UnifiedRadixTree, node: Node, tokens: array[int], slots: Sequence[int], count: int
+) -> Inserted:
+    """Take pages that storage delivered into host slots, behind `node`, the last of them a tail.
+
+    Args:
+        tree: the tree.
+        node: the node before them, as of `UnifiedRadixTree.insert_host`.
+        tokens: the sequence, see `filled_up`.
+        slots: host slots of the pages.
+        count: tokens of the tail.
+    """
+    result = tree.insert_host(node, tokens, slots[:-1])
+    above = result.node
+    key = memoryview(tokens).cast("B")[above.end * tree.page_bytes :].tobytes()
+    tail = above.children.get(key) or _add_child(tree, above, key, count)
+    if tail.residency[FULL_HOST] == ABSENT:
+        tree.fill_slots(tail, FULL_HOST, [slots[-1]], RESIDENT)
+        tail.hits = max(tail.hits, 1)  # storage has it, so it is no prompt's end that goes on at once
+        result.accepted += 1
+        result.filled.append(tail)
+    else:
+        result.duplicates.append(slots[-1])
+    tree.touch_pages(tail, 0.0)
+    result.node = tail
+    return result
 
 
 def get(tree: UnifiedRadixTree, node: Node, tokens: array[int]) -> Node | None:

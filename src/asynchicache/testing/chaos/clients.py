@@ -120,8 +120,11 @@ class ChaosEngine:
             if await request.durable() and self._device.error is None:  # a failed device publishes nothing
                 state = request._state  # noqa: SLF001 - the kit looks inside
                 # Another request may have left a state there since, which this one did not ask about.
-                ends = state is not None and state.resumable
+                resumable = state.resumable if state is not None else []
+                ends = any(not node.tail for node in resumable)
                 path = self.hits.path(tokens, seed, len(tokens) // size, ends=ends)
+                tails = [key for node in resumable if node.tail for key in self.hits.tail_keys(node)]
+                path = path._replace(ends=[*path.ends, *tails])
                 self._promises.made(DurablePrefix(self.identity, tenant, tuple(tokens)), path, gone)
 
     def verify(self, when: str) -> None:

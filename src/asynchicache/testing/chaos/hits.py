@@ -78,6 +78,8 @@ class HitCase:
         held_back: at some time, full pages reached further than other pools allowed.
         admitted: the storage breakers let every call through when it began to wait.
         began: time at which it began to wait.
+        tails: where a tail may follow the pages that storage and memory had together when it began to wait:
+            by digest, the tokens of the prefix. Only those in storage ever since.
     """
 
     tokens: array[int]
@@ -93,6 +95,7 @@ class HitCase:
     held_back: bool = False
     admitted: bool = True
     began: float = 0.0
+    tails: dict[bytes, int] = field(default_factory=dict)
 
 
 class HitOracle:
@@ -185,7 +188,7 @@ class HitOracle:
     def _matched_tokens(self, request: Request, case: HitCase, whole: int, *, now: bool) -> None:
         """As `matched`, where prefixes may end inside a page."""
         got, there = request.hit.tokens, whole * self._size
-        if -(-len(case.tokens) // self._size) < self._state.free[FULL_DEVICE].capacity:  # else whole pages
+        if self._uses_tails(case.tokens):
             there = tokens_in_memory(self._tree, self._coverages, case.tokens, case.seed, whole)
         if got > there or (now and got < there):
             self._violated(f"hit: {got} tokens matched, and {there} of {len(case.tokens)} are in memory")
@@ -224,10 +227,36 @@ class HitOracle:
         either = list(map(_either, case.memory, case.stored))
         for pages in (case.memory, either):
             self._seen(case, pages[FULL], pages)
+        case.tails = self._tails_in_storage(case, digests, _run(either[FULL]))
         self._waiting.append(case)
         self.wanted(digests)
         if self.recency is not None:
             self.recency.asked(digests)
+
+    def _tails_in_storage(self, case: HitCase, digests: Sequence[bytes], pages: int) -> dict[bytes, int]:
+        """The tails behind `pages` pages that storage has with all their states, and that the cache may ask
+        for; by digest, the tokens of the prefix that ends there."""
+        if not self._uses_tails(case.tokens):
+            return {}
+        size, found = self._size, {}
+        for whole in range(len(digests) + 1):
+            rest = case.tokens[whole * size : len(case.tokens) - 1][: size - 1]
+            for count in range(1, len(rest) + 1):
+                page = rest[:count] + array("q", [-1] * (size - count))
+                (digest,) = page_digests(page, size, digests[whole - 1] if whole else case.seed)
+                self.wanted([digest])
+                if whole == pages:
+                    found[digest] = whole * size + count
+        there = [self._in_storage([digest]) for digest in found]
+        return {
+            digest: tokens
+            for (digest, tokens), flags in zip(found.items(), there, strict=True)
+            if all(some[0] for some in flags)
+        }
+
+    def _uses_tails(self, tokens: array[int]) -> bool:
+        """Whether a prefix of a sequence may end inside a page: its page is there twice for a while."""
+        return self._tree.tails and -(-len(tokens) // self._size) < self._state.free[FULL_DEVICE].capacity
 
     def wanted(self, digests: Sequence[bytes]) -> None:
         """The cache queries storage for pages."""
@@ -287,6 +316,14 @@ class HitOracle:
         got = request.hit.tokens // self._size
         # States or windows read for a long prefix may not serve a shorter one.
         excused = case.refused or (case.disturbed and self._tree.width > 1)
+        tail = max(case.tails.values(), default=0)
+        state = request._state  # noqa: SLF001 - the kit looks inside
+        asked = got < case.limit or (state is not None and state.prefetched)  # not for a tail alone
+        if asked and request.hit.tokens < tail and not (case.refused or case.disturbed):
+            self._violated(
+                f"hit: {request.hit.tokens} tokens, though storage had a tail at {tail} of "
+                f"{len(case.tokens)} all the time"
+            )
         if got < there and not excused:
             reason = request.hit.reason.value
             self._violated(
@@ -302,7 +339,7 @@ class HitOracle:
 
     def _check_wait(self, waited: float, case: HitCase) -> None:
         asks, reads = (self._storage.calls.slowest(verb, case.began) for verb in ("exists", "get"))
-        parts = 1 + case.limit // _PAGES_AT_ONCE
+        parts = 1 + case.limit // _PAGES_AT_ONCE + self._tree.tails  # a tail is asked for behind the pages
         bound = ROUNDS * parts * (len(self._pools) * asks + reads) + NOISE_SECONDS
         if waited > bound:
             self._violated(
@@ -342,6 +379,12 @@ class HitOracle:
             first = max(pages - (self._coverages[component_id].pages or 0), 0)
             needs += [key for digest in digests[first:] for key in self._keys(component_id, digest)]
         return StoredPath(digests, full, needs)
+
+    def tail_keys(self, node: Node) -> list[ObjectKey]:
+        """Keys of a tail in the store, with its states; none if it is not in memory any more."""
+        digests = self._tree.digests(node) if node.parent is not None else []
+        there = [n for n in range(self._tree.width) if self._state.free[place_of(n, Tier.HOST)].capacity]
+        return [key for n in there for digest in digests for key in self._keys(n, digest)]
 
     def _keys(self, component_id: int, digest: bytes) -> list[ObjectKey]:
         keys = [self._storage.key(pool, digest) for pool in self._state.sharing(component_id)]
@@ -443,6 +486,7 @@ class HitOracle:
         self.costs.lost(digest, pool)
         self.costs.gap()
         for case in self._waiting:
+            case.tails.pop(digest, None)
             if (page := case.digests.get(digest)) is not None:
                 case.disturbed = True
                 for component_id in range(self._tree.width):

@@ -81,11 +81,11 @@ _EVENTS = (
 def draw_script(seed: int) -> Script:
     """The script of a seed; the same on every machine."""
     script = _draw(seed)
-    if seed % _TAIL_SEEDS in (2, 3) and not (script.model.window or script.model.near):
-        script = msgspec.structs.replace(script, tails=True)
+    if seed % _TAIL_SEEDS in (2, 3):
+        script = _with_tails(script)
     if seed % _HINTED_SEEDS == 4:
         script = _with_hints(script)
-    if seed % _SPLIT_SEEDS == 3 and not script.tails:
+    if seed % _SPLIT_SEEDS == 3:
         script = _with_splits(script)
     return _with_suspensions(script) if seed % _SUSPENDING_SEEDS == 1 else script
 
@@ -104,16 +104,71 @@ def _with_hints(script: Script) -> Script:
     return _with_turns(script, change)
 
 
+def _with_tails(script: Script) -> Script:
+    """Let prefixes end inside a page.
+
+    More requests end their sequence, and more prompts of a later life go on where an earlier one ended.
+    """
+    chance = random.Random(f"tails {script.seed}")
+    model = msgspec.structs.replace(script.model, window=0, near=0, draft=False)
+    model = msgspec.structs.replace(model, page_size=max(model.page_size, chance.choice([2, 4, 8])))
+    script = _with_model(script, model)
+    most = LONGEST * model.page_size
+    ended: list[ClientTurn] = []
+
+    def change(turn: ClientTurn) -> ClientTurn:
+        if ended and chance.random() < 0.6:
+            before = chance.choice(ended)
+            prompt = (*before.prompt, *before.output, chance.randrange(1000, 1003))[:most]
+            turn = msgspec.structs.replace(
+                turn,
+                prompt=prompt,
+                output=turn.output[: most - len(prompt)],
+                tenant=before.tenant,
+                stops=tuple(stop for stop in turn.stops if stop <= len(prompt)),
+                patience=None,
+            )
+        return msgspec.structs.replace(turn, final=turn.final or chance.random() < 0.5)
+
+    lives = []
+    for life in script.lives if len(script.lives) > 1 else _halves(script.lives[0]):
+        lives.append(_with_turns_of(life, change))
+        ended += [turn for client in lives[-1].clients for turn in client.turns if turn.final]
+    last = None if script.last is None else _with_turns_of(script.last, change)
+    return msgspec.structs.replace(script, lives=tuple(lives), last=last, tails=True)
+
+
+def _halves(life: Life) -> tuple[Life, Life]:
+    """A life as two, each with half of every client's requests."""
+
+    def half(of: Callable[[tuple[ClientTurn, ...]], tuple[ClientTurn, ...]]) -> tuple[ChaosClient, ...]:
+        return tuple(msgspec.structs.replace(client, turns=of(client.turns)) for client in life.clients)
+
+    first = half(lambda turns: turns[: -(-len(turns) // 2)])
+    second = half(lambda turns: turns[-(-len(turns) // 2) :])
+    return msgspec.structs.replace(life, clients=first), msgspec.structs.replace(life, clients=second)
+
+
 def _with_splits(script: Script) -> Script:
     """Leave the model its attention, and let requests compute the beginning of what they read."""
     chance = random.Random(f"split {script.seed}")
     model = msgspec.structs.replace(script.model, states=False, window=0, near=0, draft=False)
+    script = _with_model(script, model)
+
+    def change(life: Life) -> Life:
+        return msgspec.structs.replace(life, split=0.0 if life.paged else chance.choice([0.3, 0.7, 1.0]))
+
+    last = None if script.last is None else change(script.last)
+    return msgspec.structs.replace(script, lives=tuple(map(change, script.lives)), last=last)
+
+
+def _with_model(script: Script, model: ModelShape) -> Script:
+    """A script for a model with some of the pools."""
     pools = {pool.name for pool in model.spec().pools}
 
     def change(life: Life) -> Life:
         sizes = {name: size for name, size in life.sizes.items() if name in pools}
-        split = 0.0 if life.paged else chance.choice([0.3, 0.7, 1.0])
-        return msgspec.structs.replace(life, sizes=sizes, split=split)
+        return msgspec.structs.replace(life, sizes=sizes)
 
     last = None if script.last is None else change(script.last)
     return msgspec.structs.replace(script, model=model, lives=tuple(map(change, script.lives)), last=last)
@@ -134,14 +189,15 @@ def _with_suspensions(script: Script) -> Script:
 
 def _with_turns(script: Script, change: Callable[[ClientTurn], ClientTurn]) -> Script:
     """A script with every request changed."""
+    lives = tuple(_with_turns_of(life, change) for life in script.lives)
+    return msgspec.structs.replace(script, lives=lives)
 
-    def living(life: Life) -> Life:
-        clients = [
-            msgspec.structs.replace(client, turns=tuple(map(change, client.turns))) for client in life.clients
-        ]
-        return msgspec.structs.replace(life, clients=tuple(clients))
 
-    return msgspec.structs.replace(script, lives=tuple(map(living, script.lives)))
+def _with_turns_of(life: Life, change: Callable[[ClientTurn], ClientTurn]) -> Life:
+    clients = [
+        msgspec.structs.replace(client, turns=tuple(map(change, client.turns))) for client in life.clients
+    ]
+    return msgspec.structs.replace(life, clients=tuple(clients))
 
 
 def _draw(seed: int) -> Script:
