@@ -661,7 +661,7 @@ async def _open_parts(
     memories, on_host = await _allocate(spec, slots, plan, device, config, port, kept, engine, group)
     if owned:  # closes before the memory: a failed device may still run copies
         kept.callback(device.close)
-    planner = _planner(spec, slots, config, pages, on_host, alone=group is None and config.ranks == 1)
+    planner = _planner(spec, slots, config, pages, on_host, decides=group is not None or config.ranks == 1)
     state = planner.state
     stack.callback(planner.abandon)
     reactor = CompletionReactor(port)
@@ -790,9 +790,9 @@ def _planner(
     pages: Mapping[str, int] | None,
     on_host: HostMemory,
     *,
-    alone: bool,
+    decides: bool,
 ) -> Planner:
-    """`alone`: no other rank must find the same prefixes."""
+    """`decides`: no other process must find the same prefixes by itself."""
     planner = Planner(
         spec,
         slots,
@@ -802,7 +802,7 @@ def _planner(
         checkpoints=CheckpointPolicy.parse(config.checkpoints),
         engine_pages=pages,
         page_keys=config.page_keys,
-        tails=config.tails and alone,
+        tails=config.tails and decides,
         extents=on_host.plan,
     )
     planner.state.on_move = partial(_move, on_host.pools)

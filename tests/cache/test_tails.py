@@ -224,6 +224,16 @@ def lose(cache: HybridCache, store: MemoryStore, pool: str) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_sequence_within_one_page_comes_back_too(spec):
+    store = MemoryStore()
+    async with reopened(spec, store) as cache:
+        await TokenEngine(cache).serve([1], [2])
+    async with reopened(spec, store) as cache:
+        assert await TokenEngine(cache).serve([1, 2, 3], [4]) == 2
+        assert await TokenEngine(cache).serve([1, 2, 3, 4, 5]) == 4
+
+
+@pytest.mark.asyncio
 async def test_the_end_of_a_prompt_that_goes_on_is_not_stored():
     """Its answer follows it, so only memory keeps it for prompts that are asked twice."""
     spec = synthetic_spec(PAGE, ("kv",))

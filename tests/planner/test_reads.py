@@ -137,12 +137,13 @@ def test_what_lacks_is_what_could_be_restored_beyond_what_is_here(simulations: l
     reader = sim.planner.prefetches
     tokens = sim.open(PROMPT).tokens
 
-    assert reader.missing_pages(tokens, b"") == 8
+    size = sim.planner.state.page_size
+    assert reader.missing_tokens(tokens, b"") == 8 * size
     served(sim, 6)
-    assert reader.missing_pages(tokens, b"") == 5
-    assert reader.missing_pages(tokens[:6], b"") == 0, "a token is left to compute"
-    assert reader.missing_pages(tokens[:7], b"") == 0
-    assert reader.missing_pages(tokens[:9], b"") == 1
+    assert reader.missing_tokens(tokens, b"") == 5 * size
+    assert reader.missing_tokens(tokens[:6], b"") == 0, "a token is left to compute"
+    assert reader.missing_tokens(tokens[:7], b"") == 0
+    assert reader.missing_tokens(tokens[:9], b"") == size
     assert reader.make_query(tokens[:7], b"") is None
     assert reader.make_query(tokens[:8], b"") is None
     query = reader.make_query(tokens[:9], b"")
@@ -156,7 +157,7 @@ def test_a_host_without_slots_asks_for_nothing(simulations: list[Simulation]) ->
     tokens = sim.open(PROMPT).tokens
 
     assert not sim.planner.prefetches.can_read(0)
-    assert sim.planner.prefetches.missing_pages(tokens, b"") == 0
+    assert sim.planner.prefetches.missing_tokens(tokens, b"") == 0
     assert sim.planner.prefetches.make_query(tokens, b"") is None
 
 

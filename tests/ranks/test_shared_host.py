@@ -103,7 +103,7 @@ def test_a_page_is_written_once_and_read_once(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(MemoryEngine, name, counted)
 
     async def part(mirror: RankMirror, workers: list[RankWorker]) -> None:
-        assert await mirror.serve(PROMPT, durable=True) == (0, True)
+        assert await mirror.serve(PROMPT, durable=True) == (0, len(PROMPT))
         assert (await mirror.serve([*PROMPT, 1]))[0] == len(PROMPT), "from memory"
         await mirror.cache.flush()
         assert (await mirror.serve([*PROMPT, 2]))[0] == len(PROMPT), "from storage"

@@ -38,10 +38,10 @@ def in_a_group(part: Part, stores: list[MemoryStore]) -> None:
 
 def test_every_rank_goes_on_under_the_new_weights() -> None:
     async def part(mirror: RankMirror) -> None:
-        assert await mirror.serve(PROMPT, durable=True) == (0, True)
+        assert await mirror.serve(PROMPT, durable=True) == (0, len(PROMPT))
         await mirror.cache.update_weights("b")
         old = [set(store) for store in stores]
-        assert await mirror.serve([*PROMPT, 1], durable=True) == (0, True), (
+        assert await mirror.serve([*PROMPT, 1], durable=True) == (0, len(PROMPT)), (
             "nothing of the old ones is matched"
         )
         for store, before in zip(stores, old, strict=True):

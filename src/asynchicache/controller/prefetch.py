@@ -112,7 +112,7 @@ class Prefetcher:
             self._storage or self._prefetches.backup_in_flight(tokens, seed)
         ):
             return
-        lacks = self._prefetches.missing_pages(request.tokens, request.seed)
+        lacks = self._prefetches.missing_tokens(request.tokens, request.seed)
         if not lacks:  # another request may have published it since the match
             self._planner.rematch(request, prefetched=prefetched)
             return
@@ -121,7 +121,7 @@ class Prefetcher:
         self._executor.call(self._run(prefetch))
         if not prefetch.awaited:
             return
-        seconds = self._options.deadline(lacks * self._planner.state.page_size)
+        seconds = self._options.deadline(lacks)
         try:
             reason = await self._wait(prefetch.done, seconds)
         finally:
@@ -308,31 +308,33 @@ class Prefetcher:
     ) -> MissReason:
         """Ask which missing pages storage has: full pages first, then the other components as far as full
         pages reach, and then the tails there. Pages answered before are not asked again."""
-        query = self._prefetches.make_query(tokens, seed, digests)
-        if query is None:
-            return MissReason.NONE
-        try:
-            end = self._prefetches.last_stored_node(query)
-            reason = await self._ask(
-                known, FULL, digests, range(query.memory_pages - (end is not None), query.pages)
-            )
-            if (
-                end is not None
-                and reason is MissReason.NONE
-                and not known.flags[FULL][query.memory_pages - 1]
-            ):
-                self._storage_writer.write_lost(end)
-            reach = known.reach(query.memory_pages)
-            for component_id in range(1, len(self._planner.state.names)):
-                if self._prefetches.can_read(component_id):
-                    first = self._prefetches.first_page(query, component_id)
-                    other = await self._ask(known, component_id, digests, range(first, max(first, reach)))
-                    reason = other if reason is MissReason.NONE else reason
-        finally:
-            self._prefetches.release(query)
+        reach, reason = 0, MissReason.NONE
+        if digests:
+            query = self._prefetches.make_query(tokens, seed, digests)
+            if query is None:
+                return MissReason.NONE
+            try:
+                reach, reason = await self._whole_pages(known, query)
+            finally:
+                self._prefetches.release(query)
         if reason is MissReason.NONE:
             known.tail = await self._stored_tail(known, tokens, seed, digests, reach)
         return reason
+
+    async def _whole_pages(self, known: _KnownPresence, query: StorageQuery) -> tuple[int, MissReason]:
+        """Ask for the missing pages of a query; returns how far full pages reach, and why no answer came."""
+        digests, end = query.digests, self._prefetches.last_stored_node(query)
+        pages = range(query.memory_pages - (end is not None), query.pages)
+        reason = await self._ask(known, FULL, digests, pages)
+        if end is not None and reason is MissReason.NONE and not known.flags[FULL][query.memory_pages - 1]:
+            self._storage_writer.write_lost(end)
+        reach = known.reach(query.memory_pages)
+        for component_id in range(1, len(self._planner.state.names)):
+            if self._prefetches.can_read(component_id):
+                first = self._prefetches.first_page(query, component_id)
+                other = await self._ask(known, component_id, digests, range(first, max(first, reach)))
+                reason = other if reason is MissReason.NONE else reason
+        return reach, reason
 
     async def _stored_tail(
         self, known: _KnownPresence, tokens: array[int], seed: bytes, digests: list[bytes], pages: int

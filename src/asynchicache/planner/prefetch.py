@@ -187,10 +187,15 @@ class PrefetchPlanner:
         """The most pages that could be restored; at least one token is left to compute."""
         return (len(tokens) - 1) // self._tree.page_size
 
-    def missing_pages(self, tokens: array[int], seed: bytes) -> int:
-        """The most pages that storage could add to what is restorable from memory."""
-        pages = self._max_restorable_pages(tokens)
-        return pages - self._tree.match(tokens, seed, limit=pages).pages if self.can_read(FULL) else 0
+    def missing_tokens(self, tokens: array[int], seed: bytes) -> int:
+        """The most tokens that storage could add to what is restorable from memory, in whole pages. A tail
+        alone is not worth a question, unless all of the sequence is in one page."""
+        pages, size = self._max_restorable_pages(tokens), self._state.page_size
+        if not self.can_read(FULL):
+            return 0
+        if self._tree.tails and not pages:
+            return len(tokens) - 1
+        return (pages - self._tree.match(tokens, seed, limit=pages).pages) * size
 
     def backup_in_flight(self, tokens: array[int], seed: bytes) -> bool:
         """Whether pages that a longer match needs are on their way from an engine's pages to the host."""

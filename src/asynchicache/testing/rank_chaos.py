@@ -40,7 +40,7 @@ from asynchicache.testing.chaos.paged import GARBAGE, ChaosBlocks
 from asynchicache.testing.chaos.run import collection_watched, warnings_watched
 from asynchicache.testing.chaos.search import BATCH, carry_out, quick_collection
 from asynchicache.testing.faults import FaultRates, Faulty
-from asynchicache.testing.oracle import ByteOracle
+from asynchicache.testing.oracle import ByteOracle, PageTokens
 from asynchicache.testing.paged import PagedMemory
 from asynchicache.testing.rank_oracles import wrong_sizes, wrongly_marked
 from asynchicache.testing.seeded import SeededWorld, run_seeded
@@ -127,17 +127,23 @@ class DelayedLink:
 
 
 class RankSlots(NamedTuple):
-    """Device slots of one pool, and the pages that belong there."""
+    """Device slots of one pool, and the pages that belong there: of each, tokens `first` to `last - 1`."""
 
     pool: str
     slots: list[int]
     digests: list[bytes]
+    first: int = 0
+    last: int | None = None
 
 
-def resumable(request: Request) -> bool:
-    """Whether a request's last checkpoint has all that a later prompt needs to go on there."""
+def resumable_tokens(request: Request, page_size: int) -> int:
+    """The most tokens of a request behind which a later prompt can go on, by its last checkpoint."""
     state = request._state  # noqa: SLF001 - the harness looks inside
-    return state is not None and bool(state.resumable)
+    ends = state.resumable if state is not None else []
+    return max(
+        ((node.end - 1) * page_size + node.tail if node.tail else node.end * page_size for node in ends),
+        default=0,
+    )
 
 
 class RankMirror:
@@ -150,7 +156,10 @@ class RankMirror:
         workers: Sequence[RankWorker],
         devices: Sequence[EmulatedDevice],
         chance: random.Random,
+        page_tokens: PageTokens | None = None,
     ) -> None:
+        """`page_tokens`: prefixes may end inside a page."""
+        self._page_tokens = page_tokens
         self.cache = cache
         self.group = group
         self.violations: list[str] = []
@@ -170,7 +179,12 @@ class RankMirror:
         """What every rank computes with some weights, by rank."""
         if weights not in self._known:
             self._known[weights] = [
-                ByteOracle(one.spec, self._tensors(rank), partial(_identity, weights, one.spec, rank))
+                ByteOracle(
+                    one.spec,
+                    self._tensors(rank),
+                    partial(_identity, weights, one.spec, rank),
+                    self._page_tokens,
+                )
                 for rank, one in enumerate(self._ranks)
             ]
         return self._known[weights]
@@ -185,9 +199,9 @@ class RankMirror:
             with suppress(StorageError):  # the cache goes on without storage
                 await self.cache.update_weights(version)
 
-    async def serve(self, tokens: Sequence[int], *, durable: bool = False) -> tuple[int, bool]:
-        """Serve a prompt; returns the tokens of its hit, and whether all of it is in storage, under the
-        weights that the model has in the end."""
+    async def serve(self, tokens: Sequence[int], *, durable: bool = False) -> tuple[int, int]:
+        """Serve a prompt; returns the tokens of its hit, and how many are in storage then, as `durable` has
+        promised, under the weights that the model has in the end."""
         request = self.cache.request(tokens)
         try:
             await request.__aenter__()
@@ -198,9 +212,11 @@ class RankMirror:
             await request.reserve(len(tokens) - request.reserved)
             reads, writes = self._read_and_written(request, tokens, hit)
             await self._forward(ticket, self.oracles(weights), reads, writes)
-            await request.checkpoint(len(tokens), after=self._streams[0])
+            final = self._page_tokens is not None and self._chance.random() < 0.6
+            await request.checkpoint(len(tokens), after=self._streams[0], final=final)
             # Without a free slot for its state, a prefix is published that no prompt can go on from.
-            return hit, durable and await request.durable() and resumable(request)
+            promised = durable and await request.durable()
+            return hit, resumable_tokens(request, self.cache.spec.page_size) if promised else 0
         finally:
             request.close(after=self._streams[0])
 
@@ -208,11 +224,38 @@ class RankMirror:
         self, request: Request, tokens: Sequence[int], hit: int
     ) -> tuple[list[RankSlots], list[RankSlots]]:
         """The slots that the forward of a request reads, and those that it writes."""
-        spec, digests = self.cache.spec, self._digests(tokens)
-        known, last = hit // spec.page_size, len(tokens) // spec.page_size
-        reads = _slots(spec, request, digests, 0, known, state=known) if known else []
-        ends = len(tokens) % spec.page_size == 0
-        return reads, _slots(spec, request, digests, known, last, state=last if ends else 0)
+        size, end = self.cache.spec.page_size, len(tokens)
+        if self._page_tokens is None:
+            end -= end % size
+        else:
+            self._page_tokens.note(token_array(tokens), namespace_seed(None))
+        reads = [*self._pages(request, tokens, 0, hit), *self._states(request, tokens, hit)]
+        writes = self._pages(request, tokens, hit, end) if end > hit else []
+        return reads, [*writes, *self._states(request, tokens, end if len(tokens) == end else 0)]
+
+    def _pages(self, request: Request, tokens: Sequence[int], begin: int, end: int) -> list[RankSlots]:
+        """The slots of the tokens `begin` to `end - 1` of a request."""
+        found, size = [], self.cache.spec.page_size
+        for pool in self.cache.spec.pools:
+            if pool.per_token:
+                behind = request.first_page(pool.name)
+                slots = request.pages(pool.name)
+                for page, first, last in _parts(max(begin, behind * size), end, size):
+                    digest = self._digest(tokens, page * size + last)
+                    found.append(RankSlots(pool.name, [slots[page - behind]], [digest], first, last))
+        return found
+
+    def _states(self, request: Request, tokens: Sequence[int], length: int) -> list[RankSlots]:
+        """The slots of a request's states, which are those behind `length` tokens; none if it is 0."""
+        pools = [pool.name for pool in self.cache.spec.pools if not pool.per_token and length]
+        return [RankSlots(name, [request.state(name)], [self._digest(tokens, length)]) for name in pools]
+
+    def _digest(self, tokens: Sequence[int], length: int) -> bytes:
+        """What identifies the page that ends at a length, and the states there."""
+        words = token_array(tokens[:length])
+        if length % self.cache.spec.page_size:
+            return page_digests(words, 1, namespace_seed(None))[-1]
+        return page_digests(words, self.cache.spec.page_size, namespace_seed(None))[-1]
 
     def _digests(self, tokens: Sequence[int]) -> Sequence[bytes]:
         return page_digests(token_array(tokens), self.cache.spec.page_size, namespace_seed(None))
@@ -258,12 +301,12 @@ class RankMirror:
         self, rank: int, oracle: ByteOracle, reads: Sequence[RankSlots], writes: Sequence[RankSlots]
     ) -> None:
         def run() -> None:
-            for pool, slots, digests in reads:
-                wrong = oracle.count_wrong(pool, slots, digests)
+            for part in reads:
+                wrong = oracle.count_wrong(*part)
                 if wrong and self.group.failure is None:
-                    self.violations.append(f"rank {rank} has {wrong} wrong pages of {pool}")
-            for pool, slots, digests in writes:
-                oracle.write(pool, slots, digests)
+                    self.violations.append(f"rank {rank} has {wrong} wrong pages of {part.pool}")
+            for part in writes:
+                oracle.write(*part)
 
         self._streams[rank].launch(run)
 
@@ -289,7 +332,7 @@ class PagedRankMirror(RankMirror):
     def _tensors(self, rank: int) -> Callable[[str, str], torch.Tensor]:
         return self._memories[rank].tensor
 
-    async def serve(self, tokens: Sequence[int], *, durable: bool = False) -> tuple[int, bool]:
+    async def serve(self, tokens: Sequence[int], *, durable: bool = False) -> tuple[int, int]:
         size, tickets = self.cache.spec.page_size, []
         async with self.cache.request(tokens) as request:
             await request.prefetch()
@@ -304,7 +347,8 @@ class PagedRankMirror(RankMirror):
                 await self._forward(tickets[0], oracles, reads, writes)
                 pages = self._blocks.named(tables, len(tokens) // size, hit // size)
                 tickets.append(request.checkpoint(len(tokens), pages=pages, after=self._streams[0]))
-                return hit, durable and await request.durable() and self._resumable(tokens)
+                promised = durable and await request.durable() and self._resumable(tokens)
+                return hit, len(tokens) // size * size if promised else 0
             finally:
                 self._blocks.leave(tables, tickets)
 
@@ -356,20 +400,13 @@ def _identity(weights: str, spec: ModelSpec, rank: int, pool: str) -> str:
     return f"weights {weights}, shard {part.shard or (rank if part.writes and not part.replicated else 0)}/"
 
 
-def _slots(
-    spec: ModelSpec, request: Request, digests: Sequence[bytes], first: int, last: int, *, state: int
-) -> list[RankSlots]:
-    """Slots of the pages `first` to `last - 1` of a request, and of the state at the end of page `state`."""
-    found = []
-    for pool in spec.pools if last > first else ():
-        if pool.per_token:
-            behind = request.first_page(pool.name)
-            start = max(first, behind)
-            slots = list(request.pages(pool.name)[start - behind : last - behind])
-            found.append(RankSlots(pool.name, slots, list(digests[start:last])))
-        elif state:
-            found.append(RankSlots(pool.name, [request.state(pool.name)], [digests[state - 1]]))
-    return found
+def _parts(begin: int, end: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """The pages of the tokens `begin` to `end - 1`; of each, the first of its tokens, and the end of them."""
+    while begin < end:
+        page, first = divmod(begin, size)
+        last = min(size, end - page * size)
+        yield page, first, last
+        begin = page * size + last
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,6 +433,7 @@ class RankScript:
         write_policy: of the cache.
         misfit: in what the last rank differs from the others when it first tries to join; empty: in nothing.
         paged: engines own the device memory.
+        tails: prefixes may end inside a page.
     """
 
     seed: int
@@ -417,6 +455,7 @@ class RankScript:
     write_policy: WritePolicy
     misfit: str
     paged: bool = False
+    tails: bool = False
 
 
 def draw_rank_script(seed: int) -> RankScript:
@@ -446,7 +485,9 @@ def draw_rank_script(seed: int) -> RankScript:
         write_policy=chance.choice(tuple(WritePolicy)),
         misfit=chance.choice(_MISFITS) if chance.random() < 0.1 else "",
     )
-    return _with_engine_memory(script) if seed % 3 == 1 else script
+    if seed % 3 == 1:
+        return _with_engine_memory(script)
+    return replace(script, tails=seed % 3 == 2)
 
 
 def _with_engine_memory(script: RankScript) -> RankScript:
@@ -662,7 +703,8 @@ class _RankLife:
         workers = [joined[rank] for rank in sorted(joined)]
         if script.paged:
             return PagedRankMirror(group, cache, workers, self._devices, world.random, self._memories)
-        return RankMirror(group, cache, workers, self._devices, world.random)
+        page_tokens = PageTokens(PAGE) if cache.tails else None
+        return RankMirror(group, cache, workers, self._devices, world.random, page_tokens)
 
     def _pages(self) -> Iterator[dict[str, int]]:
         """By rank, the pages of its engine; of the last rank too few, if that is its misfit."""
@@ -700,6 +742,7 @@ class _RankLife:
             prefetch=PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE),
             storage_limits=PoolLimits(deadline=0.2, cooldown=0.05, closing=0.1),
             write_policy=self._script.write_policy,
+            tails=self._script.tails,
             weight_version=self._weights,
             rank=rank,
             ranks=self._script.ranks,
@@ -754,10 +797,10 @@ class _RankLife:
                 tokens = tokens[: len(tokens) // PAGE * PAGE]  # it ends with a state
             self._prompts.append(tokens)
             with suppress(*_HOPELESS):
-                _, durable = await mirror.serve(tokens, durable=chance.random() < 0.4)
+                _, promised = await mirror.serve(tokens, durable=chance.random() < 0.4)
                 self._report.requests += 1
-                if durable:
-                    self._promised[mirror.weights, tuple(tokens)] = len(tokens) // PAGE * PAGE
+                if promised:
+                    self._promised[mirror.weights, tuple(tokens)] = promised
 
     async def _settle(self, mirror: RankMirror, *, lose: bool) -> None:
         """Everything ends: no operation is left open, and the caches hold what they should."""

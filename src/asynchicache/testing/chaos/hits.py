@@ -318,7 +318,8 @@ class HitOracle:
         excused = case.refused or (case.disturbed and self._tree.width > 1)
         tail = max(case.tails.values(), default=0)
         state = request._state  # noqa: SLF001 - the kit looks inside
-        asked = got < case.limit or (state is not None and state.prefetched)  # not for a tail alone
+        # A tail alone is not asked for, except where there is no whole page.
+        asked = got < case.limit or not case.limit or (state is not None and state.prefetched)
         if asked and request.hit.tokens < tail and not (case.refused or case.disturbed):
             self._violated(
                 f"hit: {request.hit.tokens} tokens, though storage had a tail at {tail} of "

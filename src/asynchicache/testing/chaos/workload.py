@@ -81,7 +81,7 @@ _EVENTS = (
 def draw_script(seed: int) -> Script:
     """The script of a seed; the same on every machine."""
     script = _draw(seed)
-    if seed % _TAIL_SEEDS in (2, 3):
+    if seed % _TAIL_SEEDS in (2, 3) and not _is_long(script):
         script = _with_tails(script)
     if seed % _HINTED_SEEDS == 4:
         script = _with_hints(script)
@@ -136,6 +136,12 @@ def _with_tails(script: Script) -> Script:
         ended += [turn for client in lives[-1].clients for turn in client.turns if turn.final]
     last = None if script.last is None else _with_turns_of(script.last, change)
     return msgspec.structs.replace(script, lives=tuple(lives), last=last, tails=True)
+
+
+def _is_long(script: Script) -> bool:
+    """Whether a prompt has many more pages than others have tokens: every tail of it would take a minute."""
+    turns = (turn for life in script.lives for client in life.clients for turn in client.turns)
+    return any(len(turn.prompt) > LONGEST * 8 for turn in turns)
 
 
 def _halves(life: Life) -> tuple[Life, Life]:
