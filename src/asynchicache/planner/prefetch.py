@@ -194,7 +194,9 @@ class PrefetchPlanner:
         if not self.can_read(FULL):
             return 0
         if self._tree.tails and not pages:
-            return len(tokens) - 1
+            root, most = self._tree.roots.get(seed), len(tokens) - 1
+            tail = tails.find(self._tree, root, tokens, most) if root is not None else None
+            return most - (tail.tokens if tail is not None else 0)
         return (pages - self._tree.match(tokens, seed, limit=pages).pages) * size
 
     def backup_in_flight(self, tokens: array[int], seed: bytes) -> bool:
