@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asynchicache.hashing import DIGEST_BYTES, page_digests
+from asynchicache.hashing import DIGEST_BYTES, page_digests, tail_digests
 from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 
@@ -62,7 +62,7 @@ class PageTokens:
             self._tokens.setdefault(digest, page.ljust(size * DIGEST_BYTES, b"\0"))
             if end % size:
                 filled = tokens[end - end % size : end] + array("q", [-1] * (size - end % size))
-                (tail,) = page_digests(filled, size, pages[end // size - 1] if end >= size else seed)
+                (tail,) = tail_digests([filled.tobytes()], pages[end // size - 1] if end >= size else seed)
                 self._tokens[tail] = self._tokens[digest]
                 self._ends[tail] = PrefixEnd(digest, end % size)
 

@@ -235,13 +235,13 @@ class RankMirror:
 
     def _pages(self, request: Request, tokens: Sequence[int], begin: int, end: int) -> list[RankSlots]:
         """The slots of the tokens `begin` to `end - 1` of a request."""
-        found, size = [], self.cache.spec.page_size
+        found, size, digests = [], self.cache.spec.page_size, self._digests(tokens)
         for pool in self.cache.spec.pools:
             if pool.per_token:
                 behind = request.first_page(pool.name)
                 slots = request.pages(pool.name)
                 for page, first, last in _parts(max(begin, behind * size), end, size):
-                    digest = self._digest(tokens, page * size + last)
+                    digest = digests[page] if last == size else self._digest(tokens, page * size + last)
                     found.append(RankSlots(pool.name, [slots[page - behind]], [digest], first, last))
         return found
 

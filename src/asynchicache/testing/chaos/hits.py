@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from asynchicache.cache import HybridCache, Request
 from asynchicache.config import PrefetchOptions
-from asynchicache.hashing import ObjectKey, namespace_seed, page_digests
+from asynchicache.hashing import ObjectKey, namespace_seed, page_digests, tail_digests
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.hints import HINTED_SHARE
 from asynchicache.planner.state import CacheState
@@ -243,7 +243,7 @@ class HitOracle:
             rest = case.tokens[whole * size : len(case.tokens) - 1][: size - 1]
             for count in range(1, len(rest) + 1):
                 page = rest[:count] + array("q", [-1] * (size - count))
-                (digest,) = page_digests(page, size, digests[whole - 1] if whole else case.seed)
+                (digest,) = tail_digests([page.tobytes()], digests[whole - 1] if whole else case.seed)
                 self.wanted([digest])
                 if whole == pages:
                     found[digest] = whole * size + count
