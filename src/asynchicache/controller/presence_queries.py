@@ -37,7 +37,7 @@ class PresenceQuery:
     digests: Sequence[bytes]
     pages: range
     fresh: bool
-    for_all: bool
+    for_all: bool = False
     answer: asyncio.Future[Presence] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ class PresenceQueries:
     def _new(
         self, component_id: int, digests: Sequence[bytes], pages: range, fresh: bool
     ) -> tuple[PresenceQuery, range, bool]:
-        question = PresenceQuery(component_id, digests, pages, fresh, for_all=False)
+        question = PresenceQuery(component_id, digests, pages, fresh)
         self._in_flight.append(question)
         return question, pages, True
 
