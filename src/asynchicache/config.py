@@ -71,9 +71,9 @@ class CacheConfig(SizeOptions, frozen=True, kw_only=True):
             Default: 0.
         page_keys: requests name prefixes by page keys (`HybridCache.request_keys`), such as an engine's block
             hashes, and not by tokens. Default: False.
-        tails: prefixes may end inside a page. Has no effect for models with sliding windows or compressed
-            entries, with `page_keys`, on several ranks without a group, and where an engine owns the device
-            memory. Default: False.
+        tails: prefixes may end inside a page. Has no effect for models with compressed entries, with
+            `page_keys`, on several ranks without a group, and where an engine owns the device memory.
+            Default: False.
         write_policy: when pages go down. Default: `write_through`.
         clean_share: under `write_back`, device pages kept free or clean. Default: 0.125.
         eviction: `size`, `lru` or `fifo`, for attention pages, or a class as `package.module:Class`, see

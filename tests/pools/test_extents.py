@@ -124,6 +124,7 @@ def test_only_extents_that_are_ready_are_used(memory, pages, states):
         ([100, 130], 10**6, 1300),  # both fit into ten of the larger
         ([100, 100], 10**6, 100),
         ([100, 130], 3000, 130 * 4),  # little memory: extents that are not full cost more than what crosses
+        ([8800, 8801], 3 * 8801, 8801 * 2),  # one of 8801 bytes might hold no slot of 8800
     ],
 )
 def test_the_extent_that_wastes_least(sizes, nbytes, expected):

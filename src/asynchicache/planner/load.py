@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.request_state import RequestState
@@ -25,6 +25,7 @@ from asynchicache.tree.node import (
     Node,
     SlotPlace,
     place_of,
+    tier_of,
 )
 from asynchicache.tree.radix_tree import device_end
 from asynchicache.tree.tails import Tail
@@ -39,6 +40,7 @@ class LoadPlanner:
         self._tree = state.tree
         self._windows = windows
         self._states = [component.id for component in state.tree.components if not component.paged]
+        self._paged = [FULL, *(component.id for component in state.tree.windows)]
 
     def load_nothing(
         self, request: RequestState, reason: MissReason = MissReason.TRANSFER_FAILED
@@ -48,7 +50,7 @@ class LoadPlanner:
         request.epoch = self._tree.epoch
         self.drop_tail(request)
         self._shorten(request, self._tree.root(request.seed))
-        self._windows.start(request, request.lease.node)
+        self._windows.start(request, request.lease.node, {})
         request.reason = reason
         return [Copy(Direction.LOAD, [], self._state.begin(Tier.DEVICE, [])).serve(request)]
 
@@ -72,10 +74,11 @@ class LoadPlanner:
             node, wanted = self._shorten(request, self._on_device(node)), []
         request.tier = self.tier(request, node)
         self._count_sources(request, node, wanted)
-        plan = self._load_copies(request, node, wanted)
+        own = self._take_tail_pages(request)
+        plan = self._load_copies(request, node, wanted, own)
         request.hit_pages = request.borrowed = node.end
-        request.pages[:0] = _path_slots(node)  # before that of the tail
-        self._windows.start(request, node)
+        request.pages = [*_path_slots(node), *([own.pop(FULL)] if own else [])]
+        self._windows.start(request, node, own)
         request.reserved = request.hit_tokens(self._state.page_size)
         self._let_go(request)
         return plan
@@ -83,7 +86,12 @@ class LoadPlanner:
     def takes_tails(self, tokens: array[int]) -> bool:
         """Whether a prefix of a sequence may end inside a page. Not if the sequence needs all of the device:
         while the page is copied, there are two of it."""
-        return -(-len(tokens) // self._state.page_size) < self._state.free[FULL_DEVICE].capacity
+        free = self._state.free
+        windows = all(
+            free[place_of(component.id, Tier.DEVICE)].capacity > component.pages + 1
+            for component in self._tree.windows
+        )
+        return windows and -(-len(tokens) // self._state.page_size) < free[FULL_DEVICE].capacity
 
     def keep_tail(self, request: RequestState) -> None:
         """Find where the prefix goes on inside a page, and keep that page with the lease."""
@@ -117,13 +125,23 @@ class LoadPlanner:
         """Free device slots for what a prefix needs, and for the page of its tail if possible."""
         counts = by_place(wanted)
         if request.tail is not None:
-            with_tail = counts | {FULL_DEVICE: counts.get(FULL_DEVICE, 0) + 1}
-            if self._state.make_room_for_all(with_tail) is None:
+            if self._state.make_room_for_all(self.with_tail(counts)) is None:
                 return True
             self.drop_tail(request)
         if not self._tree.restorable(request.lease.node):  # its states were those of the tail
             return False
         return self._state.make_room_for_all(counts) is None
+
+    def with_tail(self, counts: Mapping[SlotPlace, int]) -> dict[SlotPlace, int]:
+        """The slots of `counts`, and those of a request's own copy of a tail."""
+        places = [place_of(component_id, Tier.DEVICE) for component_id in self._paged]
+        return Counter(counts) + Counter(places)
+
+    def _take_tail_pages(self, request: RequestState) -> dict[int, int]:
+        """Allocate the request's own copy of its tail: by component, a slot; nothing if it has no tail."""
+        free = self._state.free
+        ids = self._paged if request.tail is not None else ()
+        return {one: free[place_of(one, Tier.DEVICE)].allocate(1)[0] for one in ids}
 
     def _on_device(self, node: Node) -> Node:
         """The longest restorable prefix of the path to `node` whose pages and windows are on the device."""
@@ -164,13 +182,12 @@ class LoadPlanner:
         host: Counter[int] = Counter()
         for want in wanted:
             host[want.component_id] += want.size
-        tail = request.tail
-        if tail is not None:
-            host[FULL] += tails.place(tail.node) != FULL_DEVICE
-        self._count(request, FULL, node.end + (tail is not None), host[FULL])
+        for component_id in self._paged if request.tail is not None else ():
+            host[component_id] += tier_of(tails.place(end, component_id)) is Tier.HOST
+        self._count(request, FULL, node.end + (request.tail is not None), host[FULL])
         for component in self._tree.components:
             if component.paged:
-                pages = sum(part.pages for part in component.needs(node))
+                pages = sum(part.pages for part in component.needs(end))
                 self._count(request, component.id, pages, host[component.id])
             else:
                 self._count(request, component.id, 1, int(component.nearest(end) is Tier.HOST))
@@ -188,11 +205,15 @@ class LoadPlanner:
         request.sources[name, Tier.HOST] += host - stored
         request.sources[name, Tier.STORAGE] += stored
 
-    def _load_copies(self, request: RequestState, node: Node, wanted: list[CopyRequest]) -> list[Copy]:
-        """One copy from the host, and one within the device if a state is already there.
+    def _load_copies(
+        self, request: RequestState, node: Node, wanted: list[CopyRequest], own: Mapping[int, int]
+    ) -> list[Copy]:
+        """One copy from the host, and one within the device if a state or a tail is already there.
 
         The first is made even if it is empty: it reads the slots that the second copy and other requests'
         loads write, so its ticket covers everything.
+
+        `own`: by component, the request's own page for its tail.
         """
         state = self._state
         reads = self._arriving(node)
@@ -211,21 +232,22 @@ class LoadPlanner:
             self._load_state(end, component_id, slot, load, fork)
             reads.append((state.names[component_id], [slot]))
         if request.tail is not None:
-            self._load_tail(request, request.tail, load, fork)
-            reads.append((state.names[FULL], list(request.pages)))
+            self._load_tail(request.tail, own, load, fork)
+            reads += [(name, [slot]) for one, slot in own.items() for name in state.sharing(one)]
         self._keep_on_device(request, node)
         if not fork.transfers:
             return [load.serve(request)]
         state.tier_copies.append(fork.tier_copy)
         return [fork.serve(request), load.serve(request)]
 
-    def _load_tail(self, request: RequestState, tail: Tail, load: Copy, fork: Copy) -> None:
-        """Add a copy of the page of a tail into a page of the request's own, which it goes on to fill."""
-        place = tails.place(tail.node)
-        copy = fork if place == FULL_DEVICE else load
-        request.pages = self._state.free[FULL_DEVICE].allocate(1)
-        copy.transfers += self._state.transfers(FULL, tail.node.slots_at(place)[:1], list(request.pages))
-        copies.keep(self._tree, copy.tier_copy, [(tail.node, place)])
+    def _load_tail(self, tail: Tail, own: Mapping[int, int], load: Copy, fork: Copy) -> None:
+        """Add copies of the page of a tail into pages of the request's own, which it goes on to fill."""
+        for component_id, slot in own.items():
+            place = tails.place(tail.node, component_id)
+            tier = tier_of(place)
+            copy = fork if tier is Tier.DEVICE else load
+            copy.transfers += self._state.transfers(component_id, tail.node.slots_at(place)[:1], [slot])
+            copies.keep(self._tree, copy.tier_copy, [(tail.node, place), (tail.node, place_of(FULL, tier))])
 
     def _load_state(self, node: Node, component_id: int, slot: int, load: Copy, fork: Copy) -> None:
         """Add a copy of one state at `node` into the request's own slot, and lock its source."""

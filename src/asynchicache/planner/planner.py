@@ -95,7 +95,7 @@ class Planner:
         self.prefetches = PrefetchPlanner(self.state, self.backups)
         self._tree = self.state.tree
         self.windows = WindowPlanner(self.state)
-        self.ends = TailPlanner(self.state)
+        self.ends = TailPlanner(self.state, self.windows)
         self.loads = LoadPlanner(self.state, self.windows)
         self.engine = EnginePlanner(self.state, self.backups)
         self._states = [component.id for component in self._tree.components if not component.paged]
@@ -320,7 +320,7 @@ class Planner:
         node = request.lease.node
         missing = by_place(copies.missing_on_device(self._tree, node))
         if request.tail is not None:
-            missing[FULL_DEVICE] = missing.get(FULL_DEVICE, 0) + 1
+            missing = self.loads.with_tail(missing)
         kept = self.loads.on_device(node)  # others may have loaded it since the match, and released it
         self.state.lock(kept)
         try:

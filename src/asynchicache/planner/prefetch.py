@@ -170,6 +170,7 @@ class PrefetchPlanner:
         self._state = state
         self._backups = writer
         self._tree = state.tree
+        self._windows = {component.id for component in state.tree.windows}
         self._reads: set[StorageRead] = set()  # reads that hold host slots
         self.in_flight: list[StorageRead] = []  # uncommitted reads, in the order they began
         state.private.append(self._private)
@@ -370,7 +371,7 @@ class PrefetchPlanner:
                 in_flight[component_id],
                 self._present_flags(query, component_id),
             )
-            sets.append(self._restorable(component_id, there, query.pages))
+            sets.append(self._restorable(component_id, there, query))
         lengths = hits.intersect(sets)
         full, limit = hits.longest(sets[FULL]), self._limit(sets)
         if hits.longest(lengths) <= query.matched_pages:
@@ -409,9 +410,19 @@ class PrefetchPlanner:
         """A byte per page that the query's path has in memory: 1 if the component has it there."""
         return b"\1" * query.memory_pages if component_id == FULL else query.resident[component_id]
 
-    def _restorable(self, component_id: int, there: bytes | bytearray, pages: int) -> int:
+    def _restorable(self, component_id: int, there: bytes | bytearray, query: StorageQuery) -> int:
+        """The prefix lengths of a query that a component can restore, as a bit set."""
         coverage = ALL_PAGES if component_id == FULL else self._state.spec.owners[component_id].coverage
-        return hits.restorable(coverage, there, pages)
+        if not (query.tail and component_id in self._windows):
+            return hits.restorable(coverage, there, query.pages)
+        whole = hits.restorable(coverage, there, query.whole_pages)
+        return whole | (whole << 1 & (there[query.whole_pages] > 0) << query.pages)
+
+    def _first_needed(self, component: Component, query: StorageQuery, pages: int) -> int:
+        """The first page of a component that a prefix of `pages` pages of a query needs."""
+        ends_inside = component.paged and query.tail > 0 and pages == query.pages
+        coverage = self._state.spec.owners[component.id].coverage.pages
+        return 0 if coverage is None else max(pages - coverage - ends_inside, 0)
 
     @staticmethod
     def _limit(sets: Sequence[int]) -> int | None:
@@ -486,7 +497,7 @@ class PrefetchPlanner:
         being read."""
         wanted = {FULL: _zeros(in_flight[FULL], query.memory_pages, target)}
         for component in self._tree.components:
-            first = max(target - (self._state.spec.owners[component.id].coverage.pages or target), 0)
+            first = self._first_needed(component, query, target)
             there = _either(query.pages, in_flight[component.id], query.resident[component.id])
             wanted[component.id] = _zeros(there, first, target)
         return {component_id: pages for component_id, pages in wanted.items() if pages}
@@ -538,7 +549,7 @@ class PrefetchPlanner:
         tip = self._tip(query.tokens, match.node, match.full_pages)
         kept = self._ends(tip)
         for component in self._tree.components:
-            first = read.target - (self._state.spec.owners[component.id].coverage.pages or 0)
+            first = self._first_needed(component, query, read.target)
             node = tip
             while (
                 node.parent is not None and node.end > first and (component.paged or node.end == read.target)
@@ -598,7 +609,7 @@ class PrefetchPlanner:
         for component_id in range(self._tree.width):
             there = b"\1" * memory_pages if component_id == FULL else resident[component_id]
             arrived = self._hit_flags(read, component_id, outcomes)
-            sets.append(self._restorable(component_id, _either(query.pages, there, arrived), query.pages))
+            sets.append(self._restorable(component_id, _either(query.pages, there, arrived), query))
         return hits.intersect(sets)
 
     @staticmethod
@@ -686,7 +697,7 @@ class PrefetchPlanner:
     ) -> list[int]:
         """Insert the pages of one component that arrived and that a prefix ending at `end` needs; returns
         the slots that the tree did not take."""
-        needed = range(end.end - (self._state.spec.owners[component.id].coverage.pages or 0), end.end)
+        needed = range(self._first_needed(component, read.query, end.end), end.end)
         arrived: dict[int, int] = {}
         left: list[int] = []
         slots = read.slots[component.id]

@@ -170,13 +170,11 @@ class CacheState:
     def _can_end_inside_a_page(self, spec: ModelSpec) -> bool:
         """Whether the first tokens of a page are worth something, and the page can be copied on the device.
 
-        A window would need a page of its own at each such end, beside all the pages before it; where an entry
-        serves several tokens, a page cannot end between them; and an engine fills its own pages.
+        Where an entry serves several tokens, a page cannot end between them; an engine fills its own pages.
         """
-        paged = [pool for pool in spec.pools if pool.per_token]
-        windows = any(pool.coverage.trailing for pool in paged)
-        entries = any(tensor.tokens_per_entry > 1 for pool in paged for tensor in pool.tensors)
-        return not (windows or entries or self.host_only or self.page_keys)
+        tensors = [tensor for pool in spec.pools if pool.per_token for tensor in pool.tensors]
+        entries = any(tensor.tokens_per_entry > 1 for tensor in tensors)
+        return not (entries or self.host_only or self.page_keys)
 
     def _allocators(
         self, slots: Mapping[str, tuple[int, int]], extents: ExtentPlan | None

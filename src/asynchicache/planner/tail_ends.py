@@ -5,6 +5,7 @@ from __future__ import annotations
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
+from asynchicache.planner.windows import WindowPlanner
 from asynchicache.tree import copies, tails
 from asynchicache.tree.copies import remove_if_dead
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, RESIDENT, Node
@@ -15,9 +16,10 @@ from asynchicache.types import Direction
 class TailPlanner:
     """Plans the tails of requests."""
 
-    def __init__(self, state: CacheState) -> None:
+    def __init__(self, state: CacheState, windows: WindowPlanner) -> None:
         self._state = state
         self._tree = state.tree
+        self._windows = windows
         self._states = sum(not component.paged for component in state.tree.components)
 
     def publish(
@@ -26,8 +28,8 @@ class TailPlanner:
         """Publish the tokens behind `node`, the end of the whole pages, as a tail, if there are any.
 
         The page of a finished request goes to the tree. Any other request goes on to fill its page, so the
-        tail is a copy of it. With states, only the end of a finished request is kept: prompts go on
-        differently behind their last words, and resume better where whole pages end.
+        tail is a copy of it. With states or windows, only the end of a finished request is kept: prompts go
+        on differently behind their last words, and resume better where whole pages end.
 
         Returns:
             The tail where the sequence ends now, whose states are missing yet; and the copy of its page.
@@ -35,9 +37,11 @@ class TailPlanner:
         count = length % self._state.page_size
         if not count:
             return None, None
-        if self._states:
-            complete = final and len(request.states) == self._states and request.snapshot_tokens != length
-            return (self._hand_over(request, node, length) if complete else None), None
+        if self._tree.components:
+            complete = len(request.states) == self._states and not (
+                self._states and request.snapshot_tokens == length
+            )
+            return (self._hand_over(request, node, length) if final and complete else None), None
         found = tails.find(self._tree, node, request.tokens, length)
         if found is not None and found.tokens == count:
             tails.use(self._tree, found, request.lease.credit)
@@ -58,6 +62,7 @@ class TailPlanner:
             request.borrowed = node.end + 1
         # The forward that writes it may be in flight, until the request is released.
         self._tree.lock_for(request.lease.locked, tail, FULL_DEVICE)
+        self._windows.hand_over_tail(request, tail)
         tails.use(self._tree, Tail(tail, tail.tail), request.lease.credit)
         return tail
 
@@ -85,7 +90,7 @@ class TailPlanner:
         if (tail is None and node.end < before.end) or not self._tree.restorable(tail or node):
             return
         tails.supersede(self._tree, before)
-        if not self._states and not self._drop(before):  # a page that begins with all of it is there
+        if not self._tree.components and not self._drop(before):  # a page that begins with all of it is there
             request.superseded_tails.append(before)
 
     def release(self, request: RequestState) -> None:

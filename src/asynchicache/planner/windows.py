@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from asynchicache.planner.request_state import RequestState, RetiredPages, Window
 from asynchicache.planner.state import CacheState
 from asynchicache.tree.components import WindowComponent
-from asynchicache.tree.node import Node, SlotPlace, place_of
+from asynchicache.tree.node import ABSENT, RESIDENT, Node, SlotPlace, place_of
 from asynchicache.tree.radix_tree import Inserted, Pages
 from asynchicache.types import Tier
 
@@ -25,11 +25,16 @@ class WindowPlanner:
         self._retired: set[RetiredPages] = set()
         state.private.append(self._private)
 
-    def start(self, request: RequestState, node: Node) -> None:
-        """Start from `node`: the tree owns all window pages until the request adds its own."""
+    def start(self, request: RequestState, node: Node, tail: Mapping[int, int]) -> None:
+        """Start from `node`: the tree owns all window pages until the request adds its own.
+
+        `tail`: by component id, the request's own page behind them, if its prefix ends inside it.
+        """
         for component in self._tree.windows:
-            first = max(node.end - component.pages, 0)
-            request.windows[component.id] = Window(first, self._slots(component, node, first))
+            first = component.first(node)
+            own = [tail[component.id]] if tail else []
+            slots = self._slots(component, node, first) + own
+            request.windows[component.id] = Window(first, slots, set(own))
 
     @staticmethod
     def _slots(component: WindowComponent, node: Node, first: int) -> list[int]:
@@ -67,6 +72,16 @@ class WindowPlanner:
             request.windows[component_id].own -= taken
             if taken:
                 self._tree.supersede(result.node, component_id)
+
+    def hand_over_tail(self, request: RequestState, tail: Node) -> None:
+        """Give the tree the window pages of a tail that it has on the device now, unless it has some."""
+        for component in self._tree.windows:
+            window, place = request.windows[component.id], place_of(component.id, Tier.DEVICE)
+            slot = window.slots[tail.end - 1 - window.first]
+            if tail.residency[place] == ABSENT and slot in window.own:
+                self._tree.fill_slots(tail, place, [slot], RESIDENT)
+                window.own.discard(slot)
+                self._tree.lock_for(request.lease.locked, tail, place)  # the forward may be in flight
 
     def retire(self, request: RequestState, length: int) -> RetiredPages | None:
         """Retire the pages before the window of the last page boundary in `length` computed tokens, or before

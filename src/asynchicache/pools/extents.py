@@ -56,7 +56,7 @@ def whole_slots(extent_bytes: int, slot_bytes: int) -> int:
 
 
 def choose_extent_bytes(slot_bytes: Iterable[int], nbytes: int) -> int:
-    """The multiple of the largest slot with which the least is wasted.
+    """Of the multiples of the largest slot that hold a slot of each pool, the one that wastes least.
 
     Small extents waste the slots that cross their borders; of large ones, each pool has one that is not full.
 
@@ -71,7 +71,8 @@ def choose_extent_bytes(slot_bytes: Iterable[int], nbytes: int) -> int:
         crossing = max(1 - whole_slots(extent_bytes, size) * size / extent_bytes for size in sizes)
         return crossing + len(sizes) * extent_bytes / nbytes
 
-    return min((largest * count for count in range(1, _MAX_SLOTS + 1)), key=waste)
+    lengths = [largest * count for count in range(1, _MAX_SLOTS + 1)]
+    return min((one for one in lengths if all(whole_slots(one, size) for size in sizes)), key=waste)
 
 
 class ExtentMemory:

@@ -80,6 +80,8 @@ class StateComponent(_Places):
 class WindowComponent(_Places):
     """A sliding window: the last `pages` pages before the end, or all of a shorter prefix.
 
+    Before an end inside a page, it is that page and the window before it.
+
     A node has slots for all of its pages or for none. A node without is a tombstone: the window moved on
     or was evicted, and a later insertion may fill it again.
     """
@@ -91,6 +93,10 @@ class WindowComponent(_Places):
         super().__init__(component_id)
         self.pages = pages
 
+    def first(self, node: Node) -> int:
+        """The first page that a prefix ending at `node` needs."""
+        return max(node.end - (node.tail > 0) - self.pages, 0)
+
     def longest(self, node: Node, partial: Node | None, inside: int) -> End:
         """One walk up: a gap moves the end to its upper edge, because every nearer end needs the gap too."""
         end = (node, inside)
@@ -98,7 +104,7 @@ class WindowComponent(_Places):
         while current.parent is not None:
             if self.nearest(current) is None:
                 end, covered = (current.parent, 0), 0
-            elif covered >= self.pages:
+            elif covered >= self.pages + (end[0].tail > 0):
                 break
             current = current.parent
             covered += current.pages
@@ -114,7 +120,7 @@ class WindowComponent(_Places):
         return farthest
 
     def needs(self, node: Node) -> Iterator[Node]:
-        first = node.end - self.pages
+        first = self.first(node)
         while node.parent is not None and node.end > first:
             yield node
             node = node.parent

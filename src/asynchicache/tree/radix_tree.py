@@ -191,7 +191,7 @@ class UnifiedRadixTree:
             host_only: nothing is ever on the device. Pages that are being copied to the host are then nowhere
                 else, so a match ends before them.
             costs: by component, the bytes of a slot, or anything in proportion; all alike if empty.
-            tails: a path may end inside a page, see `tree.tails`; not with windows, nor with `host_only`.
+            tails: a path may end inside a page, see `tree.tails`; not with `host_only`.
         """
         self.tails = tails
         self.page_size = page_size
@@ -355,8 +355,7 @@ class UnifiedRadixTree:
 
         What precedes the window can then be evicted by itself.
         """
-        pages = next(component.pages for component in self.windows if component.id == component_id)
-        first = max(node.end - pages, 0)
+        first = next(component.first(node) for component in self.windows if component.id == component_id)
         while node.end - node.pages > first and node.parent is not None:
             node = node.parent
         if node.end - node.pages < first < node.end:

@@ -7,7 +7,8 @@ is filled up in the same way (`filled_up`) leads to it, page by page.
 
 A request that resumes inside a page copies the page and writes behind the copied tokens; what the rest of
 the copy holds is never read. So the page may as well be a whole one of a sequence that goes on differently.
-With states, the sequence must end where the state was kept: only a whole tail will do.
+With states, the sequence must end where the state was kept, and with windows, where the page of the window
+was: only a whole tail will do. It needs the window before the page as well.
 """
 
 from __future__ import annotations
@@ -189,9 +190,10 @@ def get(tree: UnifiedRadixTree, node: Node, tokens: array[int]) -> Node | None:
     return node.children.get(padded(rest, len(rest) // TOKEN_BYTES, tree))
 
 
-def place(node: Node) -> SlotPlace:
+def place(node: Node, component_id: int = FULL) -> SlotPlace:
     """Where a page is copied from: the device, if it is there or on its way."""
-    return FULL_DEVICE if node.residency[FULL_DEVICE] != ABSENT else FULL_HOST
+    device = place_of(component_id, Tier.DEVICE)
+    return device if node.residency[device] != ABSENT else place_of(component_id, Tier.HOST)
 
 
 def locks(tree: UnifiedRadixTree, tail: Tail) -> Locks:
@@ -218,7 +220,7 @@ def supersede(tree: UnifiedRadixTree, node: Node) -> None:
         return
     for component in tree.components:
         tree.age(node, component.id)
-    if not tree.components:
+    if all(component.paged for component in tree.components):  # else its state tells what its page is worth
         node.worth[FULL] = 0
         for slots in (FULL_DEVICE, FULL_HOST):
             tree.queues[slots].requeue(node)

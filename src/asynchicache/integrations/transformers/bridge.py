@@ -78,13 +78,14 @@ class CacheBridge:
             request.pages(self._owners[self._full.name]),
             tokens,
             self._state_slot(request) if tokens else None,
-            window_slots=[slot for pool in self._windows for slot in self._window(request, pool)],
+            window_slots=[slot for pool in self._windows for slot in self._window(request, pool, tokens)],
         )
 
-    def _window(self, request: Request, pool: PoolSpec) -> list[int]:
-        """Return the slots of the last pages of the hit that the window covers."""
+    def _window(self, request: Request, pool: PoolSpec, tokens: int) -> list[int]:
+        """Return the slots of the last pages of a hit of `tokens` that the window covers."""
         slots = request.pages(self._owners[pool.name])
-        return slots[-min(pool.coverage.pages or 0, len(slots)) :] if slots else []
+        pages = (pool.coverage.pages or 0) + (tokens % self._page_size > 0)
+        return slots[-min(pages, len(slots)) :] if slots else []
 
     def _state_slot(self, request: Request) -> int | None:
         return None if self._state is None else request.state(self._owners[self._state])

@@ -207,8 +207,8 @@ class PrefillRunner:
                 ends.append((states.tokens, states))
             if bridge.tails and length > max(known, states.tokens if states is not None else 0):
                 ends.append((length, None))  # the states in `memory` are those of its end
-        elif self.context.publishable(length) > known:
-            ends.append((self.context.publishable(length) if bridge.tails else length, None))
+        elif (length if bridge.tails else self.context.whole(length)) > known:
+            ends.append((length, None))
         if not ends:
             return
         prefix = CachedPrefix(self.context, request)

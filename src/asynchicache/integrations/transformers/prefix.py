@@ -52,8 +52,9 @@ class PrefixContext:
         return tokens - tokens % self.page_size
 
     def publishable(self, tokens: int) -> int:
-        """Round `tokens` of a prompt down to where a prefix may end."""
-        return tokens if self.bridge.tails and not self.bridge.has_states else self.whole(tokens)
+        """Round `tokens` of a prompt down to where a prefix may end while its request goes on."""
+        attention_alone = not (self.bridge.has_states or self.bridge.window_pages)
+        return tokens if self.bridge.tails and attention_alone else self.whole(tokens)
 
     def trim(self, memory: DynamicCache, *, more_pages: int = 0) -> None:
         """Drop rows that no later forward or publication reads; on the model's thread."""

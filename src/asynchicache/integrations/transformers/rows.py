@@ -67,20 +67,23 @@ def rows_of(layer: DynamicLayer, field: str, row: int) -> torch.Tensor:
     return held[row].transpose(0, 1)  # [batch, heads, tokens, dim]
 
 
-def fill_rows(layer: DynamicLayer, rows: Mapping[str, torch.Tensor], tokens: int) -> None:
+def fill_rows(layer: DynamicLayer, rows: Mapping[str, torch.Tensor], tokens: int, inside: int) -> None:
     """Copy the last rows of a sequence of `tokens` tokens to an empty layer.
 
     Args:
         layer: an empty layer.
         rows: by field, `[entries, *shape]`; for a window layer at least all rows in the window.
         tokens: length of the sequence.
+        inside: tokens of its last page, if that is not full; they are kept even if they left the window,
+            because the page is written again when it is.
     """
     if isinstance(layer, DeepseekV4HCACache):
         _fill_entries(layer, rows)
         return
     fields = {name: rows[name].transpose(0, 1).contiguous()[None] for name in ("keys", "values")}
     if isinstance(layer, DynamicSlidingWindowLayer):
-        fields = {name: held[:, :, -min(tokens, layer.sliding_window - 1) :] for name, held in fields.items()}
+        keep = min(tokens, max(layer.sliding_window - 1, inside))
+        fields = {name: held[:, :, -keep:] for name, held in fields.items()}
     layer.update(fields["keys"], fields["values"])
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = tokens

@@ -243,12 +243,13 @@ def restore(
         config: configuration of the model that will read the cache.
         pools: the source.
         kv_slots: slots of the sequence's pages from its beginning; slots after `tokens` are not read.
-        tokens: number of tokens; 0 gives an empty cache. They may end inside a page only without windows and
-            compressed entries.
+        tokens: number of tokens; 0 gives an empty cache. They may end inside a page only without compressed
+            entries.
         state_slot: slot of the states after `tokens` tokens; None if and only if the model has no states or
             `tokens` is 0.
         window_slots: slots of the window pool, if the model has one: the last pages before `tokens`, in
-            order; the number that the pool's coverage requires, or all if there are fewer.
+            order; the number that the pool's coverage requires, one more if `tokens` end inside a page, or
+            all if there are fewer.
 
     Raises:
         UsageError: `tokens` end inside a page where they must not, slots are too few or do not exist, or
@@ -261,7 +262,7 @@ def restore(
     cache = new_cache(config)
     if len(cache) != pools.spec.layers:
         raise UsageError(f"the config has {len(cache)} layers, the spec {pools.spec.layers}")
-    slots = _page_slots(pools, kv_slots[:pages], window_slots)
+    slots = _page_slots(pools, kv_slots[:pages], window_slots, tokens)
     with torch.no_grad():
         if pages:
             _restore_pages(cache, pools, slots, tokens)
@@ -273,9 +274,8 @@ def restore(
 
 def _divides(pools: PoolMap) -> bool:
     """Whether the first tokens of a page can be restored alone."""
-    paged = [pool for pool in pools.spec.pools if pool.per_token]
-    entries = max(tensor.tokens_per_entry for pool in paged for tensor in pool.tensors)
-    return entries == 1 and all(pool.coverage.pages is None for pool in paged)
+    tensors = [tensor for pool in pools.spec.pools if pool.per_token for tensor in pool.tensors]
+    return all(tensor.tokens_per_entry == 1 for tensor in tensors)
 
 
 def _check_state_slot(pools: PoolMap, tokens: int, state_slot: int | None) -> None:
@@ -289,18 +289,20 @@ def _check_state_slot(pools: PoolMap, tokens: int, state_slot: int | None) -> No
 
 
 def _page_slots(
-    pools: PoolMap, kv_slots: Sequence[int], window_slots: Sequence[int]
+    pools: PoolMap, kv_slots: Sequence[int], window_slots: Sequence[int], tokens: int
 ) -> Mapping[str, Sequence[int]]:
     """Return the slots of the pages to read, by pool."""
     slots: dict[str, Sequence[int]] = {}
     for name in pools.pages:
-        needed = pools.spec.pool(name).coverage.pages
-        slots[name] = kv_slots if needed is None else window_slots
-        if needed is not None and len(window_slots) != min(needed, len(kv_slots)):
-            raise UsageError(
-                f"{len(window_slots)} slots of {name!r} for a prefix of {len(kv_slots)} pages, whose last "
-                f"{min(needed, len(kv_slots))} are needed"
-            )
+        covered = pools.spec.pool(name).coverage.pages
+        slots[name] = kv_slots if covered is None else window_slots
+        if covered is not None:
+            needed = min(covered + (tokens % pools.spec.page_size > 0), len(kv_slots))
+            if len(window_slots) != needed:
+                raise UsageError(
+                    f"{len(window_slots)} slots of {name!r} for a prefix of {len(kv_slots)} pages, whose "
+                    f"last {needed} are needed"
+                )
         pools.check_slots(name, slots[name])
     return slots
 
@@ -311,9 +313,11 @@ def _restore_pages(
     for name, layers in pools.pages.items():
         for index, memory in layers.items():
             rows = {field: _gather(held, slots[name]) for field, held in memory.items()}
-            if tokens % pools.spec.page_size:
-                rows = {field: held[:tokens] for field, held in rows.items()}
-            fill_rows(cache.layers[index], rows, tokens)
+            inside = tokens % pools.spec.page_size
+            if inside:  # of the last page only its first tokens
+                behind = pools.spec.page_size - inside
+                rows = {field: held[:-behind] for field, held in rows.items()}
+            fill_rows(cache.layers[index], rows, tokens, inside)
 
 
 # Copies

@@ -321,7 +321,7 @@ class Forwards:
             if pool.per_token:
                 behind = request.first_page(pool.name)
                 slots = request.pages(pool.name)[first - behind : last - behind]
-                if begun and slots and pool.coverage.pages is None:
+                if begun and slots:
                     parts.append(PoolSlots(pool.name, slots[:1], digests[first : first + 1], begun))
                     parts.append(PoolSlots(pool.name, slots[1:], digests[first + 1 : last]))
                 else:
@@ -347,8 +347,9 @@ class Forwards:
             return []
         self._engine.page_tokens.note(request.tokens[:length], self._seed)
         end = self._ends(length)[-1:]
-        pools = [pool.name for pool in spec.pools if pool.per_token and pool.coverage.pages is None]
-        return [PoolSlots(name, request.pages(name)[whole : whole + 1], end, first, rest) for name in pools]
+        pools = [pool.name for pool in spec.pools if pool.per_token]
+        slots = [request.pages(name)[whole - request.first_page(name)] for name in pools]
+        return [PoolSlots(name, [slot], end, first, rest) for name, slot in zip(pools, slots, strict=True)]
 
     def _digests(self) -> list[bytes]:
         if self._engine.page_tokens is not None:

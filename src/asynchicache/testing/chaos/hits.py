@@ -34,10 +34,11 @@ from asynchicache.testing.chaos.presence import (
     shared_pages,
     span,
     tokens_in_memory,
+    window_covers,
 )
 from asynchicache.testing.chaos.recency import RecencyOracle, StoredPath
 from asynchicache.testing.chaos.storage import ChaosStorage
-from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, Node, SlotPlace, component_of, place_of
+from asynchicache.tree.node import FULL, FULL_HOST, Node, SlotPlace, component_of, place_of
 from asynchicache.types import ALL_PAGES, MissReason, PrefetchPolicy, Tier
 
 ROUNDS = 3
@@ -132,6 +133,7 @@ class HitOracle:
         self._excused = excused
         self._size = cache.spec.page_size
         self._coverages = [ALL_PAGES, *(pool.coverage for pool in cache.spec.owners[1:])]
+        self._windows = [n for n, pool in enumerate(cache.spec.owners) if n and pool.per_token]
         self._has = {
             MissReason.STATE: any(not pool.per_token for pool in cache.spec.owners),
             MissReason.WINDOW: any(pool.per_token for pool in cache.spec.owners[1:]),
@@ -227,25 +229,32 @@ class HitOracle:
         either = list(map(_either, case.memory, case.stored))
         for pages in (case.memory, either):
             self._seen(case, pages[FULL], pages)
-        case.tails = self._tails_in_storage(case, digests, _run(either[FULL]))
+        case.tails = self._tails_in_storage(case, digests, either)
         self._waiting.append(case)
         self.wanted(digests)
         if self.recency is not None:
             self.recency.asked(digests)
 
-    def _tails_in_storage(self, case: HitCase, digests: Sequence[bytes], pages: int) -> dict[bytes, int]:
-        """The tails behind `pages` pages that storage has with all their states, and that the cache may ask
-        for; by digest, the tokens of the prefix that ends there."""
+    def _tails_in_storage(
+        self, case: HitCase, digests: Sequence[bytes], either: PageFlags
+    ) -> dict[bytes, int]:
+        """The tails behind the full pages of memory and storage that storage has with all their states, and
+        that the cache may ask for; by digest, the tokens of the prefix that ends there. None if a window
+        before them is not there.
+
+        `either`: the pages that one of both has.
+        """
         if not self._uses_tails(case.tokens):
             return {}
-        size, found = self._size, {}
+        size, found, pages = self._size, {}, _run(either[FULL])
+        windows = all(window_covers(self._coverages[n], either[n], pages) for n in self._windows)
         for whole in range(len(digests) + 1):
             rest = case.tokens[whole * size : len(case.tokens) - 1][: size - 1]
             for count in range(1, len(rest) + 1):
                 page = rest[:count] + array("q", [-1] * (size - count))
                 (digest,) = tail_digests([page.tobytes()], digests[whole - 1] if whole else case.seed)
                 self.wanted([digest])
-                if whole == pages:
+                if whole == pages and windows:
                     found[digest] = whole * size + count
         there = [self._in_storage([digest]) for digest in found]
         return {
@@ -256,7 +265,10 @@ class HitOracle:
 
     def _uses_tails(self, tokens: array[int]) -> bool:
         """Whether a prefix of a sequence may end inside a page: its page is there twice for a while."""
-        return self._tree.tails and -(-len(tokens) // self._size) < self._state.free[FULL_DEVICE].capacity
+        needs = {FULL: -(-len(tokens) // self._size) + 1}
+        needs |= {n: (self._coverages[n].pages or 0) + 2 for n in self._windows}
+        room = all(self._state.free[place_of(n, Tier.DEVICE)].capacity >= need for n, need in needs.items())
+        return self._tree.tails and room
 
     def wanted(self, digests: Sequence[bytes]) -> None:
         """The cache queries storage for pages."""

@@ -35,12 +35,13 @@ def longest(coverages: Sequence[Coverage], there: PageFlags) -> int:
     """The longest prefix, in pages, that all components cover. The first component needs every page."""
     full = there[FULL].find(0)
     end = len(there[FULL]) if full < 0 else full
-    while end and not all(map(_covers, coverages[1:], there[1:], [end] * len(coverages))):
+    while end and not all(map(window_covers, coverages[1:], there[1:], [end] * len(coverages))):
         end -= 1
     return end
 
 
-def _covers(coverage: Coverage, there: bytearray, end: int) -> bool:
+def window_covers(coverage: Coverage, there: bytearray, end: int) -> bool:
+    """Whether a window, or a state, is there before page `end`."""
     first = max(end - (coverage.pages or end), 0)
     return there.find(0, first, end) < 0
 
@@ -104,11 +105,20 @@ def tokens_in_memory(
         common = min(len(ids), len(tokens)) if common is None else common
         if len(coverages) == 1:
             best = max(best, min(common, end))
-        elif (
-            node.tail and common >= end < len(tokens) and all(is_held(node, n) for n in range(1, tree.width))
-        ):
+        elif node.tail and common >= end < len(tokens) and _ends(tree, coverages, tokens, seed, node):
             best = max(best, end)
     return min(best, len(tokens) - 1)
+
+
+def _ends(
+    tree: UnifiedRadixTree, coverages: Sequence[Coverage], tokens: array[int], seed: bytes, tail: Node
+) -> bool:
+    """Whether a prefix may end at a tail: its states, its pages of windows and those before it are there."""
+    there = in_memory(tree, tokens, seed, tail.end - 1)
+    return all(
+        is_held(tail, n) and (not _paged(tree, n) or window_covers(coverages[n], there[n], tail.end - 1))
+        for n in range(1, tree.width)
+    )
 
 
 def is_held(node: Node, component_id: int) -> bool:
@@ -121,8 +131,12 @@ def is_held(node: Node, component_id: int) -> bool:
 
 def span(tree: UnifiedRadixTree, node: Node, component_id: int) -> tuple[int, int]:
     """The pages that a node's slots of a component cover: all of the node's, or the last one for a state."""
-    paged = place_of(component_id, Tier.DEVICE) in tree.page_places
-    return node.end - (node.pages if paged else 1), node.end
+    return node.end - (node.pages if _paged(tree, component_id) else 1), node.end
+
+
+def _paged(tree: UnifiedRadixTree, component_id: int) -> bool:
+    """Whether a component has a slot for each page."""
+    return place_of(component_id, Tier.DEVICE) in tree.page_places
 
 
 def reclaimable(tree: UnifiedRadixTree, place: SlotPlace) -> int:

@@ -104,14 +104,25 @@ def _with_hints(script: Script) -> Script:
     return _with_turns(script, change)
 
 
+def _with_larger_memory(script: Script, growth: float) -> Script:
+    """Let the host memory that pools share hold as many slots, of pages that have grown."""
+
+    def grown(life: Life) -> Life:
+        return msgspec.structs.replace(life, shared=int(life.shared * growth))
+
+    last = None if script.last is None else grown(script.last)
+    return msgspec.structs.replace(script, lives=tuple(map(grown, script.lives)), last=last)
+
+
 def _with_tails(script: Script) -> Script:
     """Let prefixes end inside a page.
 
     More requests end their sequence, and more prompts of a later life go on where an earlier one ended.
     """
     chance = random.Random(f"tails {script.seed}")
-    model = msgspec.structs.replace(script.model, window=0, near=0, draft=False)
-    model = msgspec.structs.replace(model, page_size=max(model.page_size, chance.choice([2, 4, 8])))
+    page_size = max(script.model.page_size, chance.choice([2, 4, 8]))
+    model = msgspec.structs.replace(script.model, page_size=page_size)
+    script = _with_larger_memory(script, page_size / script.model.page_size)
     script = _with_model(script, model)
     most = LONGEST * model.page_size
     ended: list[ClientTurn] = []
