@@ -334,6 +334,8 @@ async def test_a_window_comes_back_with_its_tail_or_not_at_all():
                 assert store.drop(key)
         async with reopened(spec, store) as cache:
             assert await TokenEngine(cache).serve([*turn, 77]) == hit
+            read = cache.statistics().storage["kv"].get.pages
+            assert read == -(-hit // PAGE), "nothing is read that no window lets a prefix end at"
 
 
 @pytest.mark.asyncio

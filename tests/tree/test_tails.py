@@ -11,7 +11,7 @@ import pytest
 from asynchicache.tree import copies, tails, verify
 from asynchicache.tree.eviction import evict
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, Node, place_of
-from asynchicache.tree.radix_tree import PathLease, UnifiedRadixTree
+from asynchicache.tree.radix_tree import Pages, PathLease, UnifiedRadixTree
 from asynchicache.types import TOKEN_BYTES, Tier, trailing_pages
 
 PAGE = 4
@@ -220,3 +220,29 @@ def test_a_conversation_that_goes_on_from_a_tail_ages_the_state_before_it(states
         bed.tree.supersede(tail, STATE)
 
     assert bool(page.superseded) == states
+
+
+@pytest.mark.parametrize("there", range(16))
+def test_a_tail_needs_its_page_of_a_window_and_the_window_before_it(there: int) -> None:
+    """Whichever pages of the window there are, the longest end that they allow is found."""
+    tree = UnifiedRadixTree(PAGE, [trailing_pages(2)], windows=[1], eviction="lru", tails=True)
+    tokens = array("q", range(1, 3 * PAGE + 3))  # three pages and two tokens
+    has = [bool(there >> page & 1) for page in range(4)]
+    lease = tree.lease(tree.root(b""))
+    end = tree.insert(lease, tokens, [0, 1, 2]).node
+    tail = tails.add(tree, end, tokens, 3, arriving=False)
+    for page in range(4):
+        if has[page]:
+            node = tail if page == 3 else tree.reach(tokens, b"", page + 1)
+            assert node is not None
+            assert tree.take_pages(node, 1, Tier.DEVICE, Pages(page, [10 + page])) == {}
+    lease.close()
+
+    whole = next(end for end in (3, 2, 1, 0) if all(has[max(end - 2, 0) : end]))
+    whole_tail = all(has[1:])
+    filled = tails.filled_up(tree, tokens, 3, 2)
+    assert tree.match(filled, b"").pages == (4 if whole_tail else whole)
+    found = tails.find(tree, end, tokens, len(tokens))
+    assert (found is not None) == whole_tail
+    assert tree.restorable(tail) == whole_tail
+    assert verify.problems(tree, []) == []
