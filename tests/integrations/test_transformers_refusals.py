@@ -84,9 +84,21 @@ def test_restores_that_cannot_be(slots: list[int], tokens: int, state: int | Non
         restore(tiny_config("qwen3_5"), pool_map(tiny_spec("qwen3_5"), 8), slots, tokens, state)
 
 
-def test_windows_end_with_a_page() -> None:
+def test_compressed_entries_end_with_a_page() -> None:
     with pytest.raises(UsageError, match="24 tokens are not whole pages"):
-        restore(tiny_config("gemma3"), pool_map(tiny_spec("gemma3"), 8), [0, 1], PAGE + 8, None)
+        restore(tiny_config("deepseek_v4"), pool_map(tiny_spec("deepseek_v4"), 8), [0, 1], PAGE + 8, 0)
+
+
+def test_a_window_inside_a_page_has_one_page_more() -> None:
+    with pytest.raises(UsageError, match="3 slots of 'swa' for a prefix of 5 pages, whose last 4 are"):
+        restore(
+            tiny_config("gemma3"),
+            pool_map(tiny_spec("gemma3"), 8),
+            [0, 1, 2, 3, 4],
+            4 * PAGE + 8,
+            None,
+            window_slots=[0, 1, 2],
+        )
 
 
 @pytest.mark.parametrize("tokens", [PAGE - 1, 2 * PAGE + 1])

@@ -23,6 +23,7 @@ RARE = {
     "checksum_not_checked",
     "copies_are_told_apart_by_value",
     "durable_believes_its_marks",
+    "durable_forgets_tails",
     "fingerprint_without_weight_version",
     "freed_twice",
     "index_not_asked_for",

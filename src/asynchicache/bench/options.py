@@ -30,7 +30,7 @@ class MultiturnOptions(CommandOptions, frozen=True):
 
     def check(self) -> None:
         if self.tails and (self.window or self.move_bytes):
-            raise ConfigError("--tails: not with --window, which needs whole pages, nor with --move-bytes")
+            raise ConfigError("--tails: not simulated with --window, nor with --move-bytes")
         if not self.window and self.checkpoint_interval % self.page_size:
             raise ConfigError(
                 f"--checkpoint-interval {self.checkpoint_interval}: "
