@@ -339,10 +339,13 @@ def bytes_beyond_the_tail_count(patch: Patch) -> None:
 
 @bug
 def page_of_a_tail_is_not_copied(patch: Patch) -> None:
-    def lend(self: LoadPlanner, request: RequestState, tail: Any, load: Any, fork: Any) -> None:
-        request.pages = tail.node.slots_at(tails.place(tail.node))[:1]
+    load_own = LoadPlanner._load_own
 
-    patch.setattr(LoadPlanner, "_load_tail", lend)
+    def leave(self: LoadPlanner, node: Any, component_id: int, *rest: Any) -> None:
+        if component_id not in self._paged:
+            load_own(self, node, component_id, *rest)
+
+    patch.setattr(LoadPlanner, "_load_own", leave)
 
 
 @bug

@@ -28,7 +28,6 @@ from asynchicache.tree.node import (
     tier_of,
 )
 from asynchicache.tree.radix_tree import device_end
-from asynchicache.tree.tails import Tail
 from asynchicache.types import Direction, MissReason, Tier
 
 
@@ -229,36 +228,25 @@ class LoadPlanner:
         fork = Copy(Direction.FORK, [], copies.TierCopy(Tier.DEVICE))
         end = self._end(request, node)
         for component_id, slot in request.states.items() if end.parent is not None else ():
-            self._load_state(end, component_id, slot, load, fork)
+            self._load_own(end, component_id, slot, load, fork)
             reads.append((state.names[component_id], [slot]))
-        if request.tail is not None:
-            self._load_tail(request.tail, own, load, fork)
-            reads += [(name, [slot]) for one, slot in own.items() for name in state.sharing(one)]
+        for component_id, slot in own.items():
+            self._load_own(end, component_id, slot, load, fork)
+            reads += [(name, [slot]) for name in state.sharing(component_id)]
         self._keep_on_device(request, node)
         if not fork.transfers:
             return [load.serve(request)]
         state.tier_copies.append(fork.tier_copy)
         return [fork.serve(request), load.serve(request)]
 
-    def _load_tail(self, tail: Tail, own: Mapping[int, int], load: Copy, fork: Copy) -> None:
-        """Add copies of the page of a tail into pages of the request's own, which it goes on to fill."""
-        for component_id, slot in own.items():
-            place = tails.place(tail.node, component_id)
-            tier = tier_of(place)
-            copy = fork if tier is Tier.DEVICE else load
-            copy.transfers += self._state.transfers(component_id, tail.node.slots_at(place)[:1], [slot])
-            copies.keep(self._tree, copy.tier_copy, [(tail.node, place), (tail.node, place_of(FULL, tier))])
-
-    def _load_state(self, node: Node, component_id: int, slot: int, load: Copy, fork: Copy) -> None:
-        """Add a copy of one state at `node` into the request's own slot, and lock its source."""
-        tier = Tier.DEVICE if node.residency[place_of(component_id, Tier.DEVICE)] != ABSENT else Tier.HOST
+    def _load_own(self, node: Node, component_id: int, slot: int, load: Copy, fork: Copy) -> None:
+        """Add a copy of the state at `node`, or of the first page of a tail there, into a slot of the request
+        itself, which it goes on to change; and lock its source."""
+        place = tails.place(node, component_id)
+        tier = tier_of(place)
         copy = fork if tier is Tier.DEVICE else load
-        copy.transfers += self._state.transfers(
-            component_id, node.slots_at(place_of(component_id, tier)), [slot]
-        )
-        copies.keep(
-            self._tree, copy.tier_copy, [(node, place_of(component_id, tier)), (node, place_of(FULL, tier))]
-        )
+        copy.transfers += self._state.transfers(component_id, node.slots_at(place)[:1], [slot])
+        copies.keep(self._tree, copy.tier_copy, [(node, place), (node, place_of(FULL, tier))])
 
     def _keep_on_device(self, request: RequestState, node: Node) -> None:
         """Lock the prefix on the device with the lease: the request reads it there from now on."""
