@@ -28,7 +28,7 @@ DOCS = ROOT / "docs"
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
-NEEDS = {"litserve_api.py": "litserve"}
+NEEDS = {"litserve_api.py": "litserve", "transformers_ranks.py": "accelerate"}
 """Packages that examples need beside the library's own; `make test` installs them."""
 
 _BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -63,6 +63,8 @@ def run(example: Path, *how: str) -> subprocess.CompletedProcess[str]:
     """Run by arguments of Python, or tests by pytest, the other examples as a user runs them."""
     if example.name.startswith("test_"):
         how = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    elif example.name == "transformers_ranks.py":
+        how = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     return subprocess.run(
         [sys.executable, *how, example.name],
         cwd=example.parent,

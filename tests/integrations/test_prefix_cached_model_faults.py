@@ -230,7 +230,7 @@ async def test_logits_that_are_no_numbers_fail_their_own_request(monkeypatch: py
     # So long that they meet in a batch on a busy machine too.
     wanted = [uncached("llama", prompt, 64) for prompt in prompts]
     async with serving("llama") as served:
-        monkeypatch.setattr("asynchicache.integrations.transformers.decoding.decode", broken)
+        monkeypatch.setattr("asynchicache.integrations.transformers.calls.decode", broken)
         found = await asyncio.gather(
             *(answer(served, prompt, 64) for prompt in prompts), return_exceptions=True
         )

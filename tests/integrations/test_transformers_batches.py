@@ -10,13 +10,11 @@ from transformers import DynamicCache
 
 from asynchicache import UsageError
 from asynchicache.integrations.transformers.batches import select, stack
-from asynchicache.integrations.transformers.decoding import DecodeBatch, Row
+from asynchicache.integrations.transformers.bridge import PoolCopies
+from asynchicache.integrations.transformers.calls import Decode, Drop, ModelRank, SequenceMemory
 from asynchicache.integrations.transformers.forward import decode, prefill
-from asynchicache.integrations.transformers.generation import GenerationJob
 from asynchicache.integrations.transformers.snapshot import new_cache, trim_windows
-from asynchicache.integrations.transformers.stopping import StopRule
-from asynchicache.types import token_array
-from integrations.served import DRAWN, serving
+from integrations.served import serving
 from integrations.zoo import ALL, PAGE, differences, random_tokens, tiny_config, tiny_model
 
 LENGTHS = (70, 37, 11, 53)
@@ -78,37 +76,58 @@ def test_lengths_differ_only_where_padding_is_meant() -> None:
         stack([filled("llama", 37, 0), filled("llama", 11, 1)])
 
 
-def started(name: str, length: int, seed: int) -> Row:
-    """A sequence whose first token is known."""
-    tokens = token_array(random_tokens(length, seed=seed))
-    job = GenerationJob(tokens, DRAWN, StopRule(1000, ()), namespace=None, salt=None)
-    job.take(7)
-    return Row(job, filled(name, length, seed))
-
-
-def run_turn(batch: DecodeBatch, coming: Sequence[Row], going: Sequence[Row]) -> None:
-    tokens = batch.step(going, coming)
-    for row, token in zip(batch.rows, tokens, strict=True):
-        row.job.take(token)
-
-
 @pytest.mark.asyncio
 async def test_rows_come_and_go_as_if_alone() -> None:
     """Their tokens, and the states at the last page boundary of each, are those of a batch of one."""
-    name = "lfm3"
+    name, lengths = "lfm3", (30, 21, 44)
     async with serving(name) as served:
-        store, model = served._runner.context, tiny_model(name)
-        lengths = (30, 21, 44)
-        together, rows = DecodeBatch(model, store), [started(name, n, i) for i, n in enumerate(lengths)]
-        for count, coming in ((5, rows[:1]), (4, rows[1:]), (12, ())):
+        copies = served._runner.context.bridge.copies
+        together, rows = Sequences(name, copies, lengths), [0, 1, 2]
+        for count, coming in ((5, rows[:1]), (4, rows[1:]), (12, [])):
             for number in range(count):
-                run_turn(together, coming if not number else (), ())
-        run_turn(together, (), rows[:1])
+                together.step([] if number else coming, [])
+        together.step([], rows[:1])
         for number, length in enumerate(lengths):
-            alone, single = DecodeBatch(model, store), started(name, length, number)
-            for turn in range(rows[number].length - length):
-                run_turn(alone, () if turn else (single,), ())
-            assert rows[number].job.generated == single.job.generated
-            assert rows[number].states.tokens == single.states.tokens == single.length // PAGE * PAGE
-            torch.testing.assert_close(rows[number].states.layers, single.states.layers, atol=1e-4, rtol=1e-4)
-        assert rows[0].memory.get_seq_length() == rows[0].length == 30 + 21
+            alone, held = Sequences(name, copies, lengths), together.rank.sequences[number]
+            for turn in range(held.length - length):
+                alone.step([] if turn else [number], [])
+            single = alone.rank.sequences[number]
+            assert together.said[number] == alone.said[number]
+            assert held.kept.tokens == single.kept.tokens == single.length // PAGE * PAGE
+            torch.testing.assert_close(held.kept.layers, single.kept.layers, atol=1e-4, rtol=1e-4)
+        first = together.rank.sequences[0]
+        assert first.cache.get_seq_length() == first.length == 30 + 21
+
+
+@pytest.mark.asyncio
+async def test_a_dropped_row_leaves_its_batch() -> None:
+    """Its waiter was cancelled: the other rows go on, and its memory is gone."""
+    name, lengths = "lfm3", (30, 21)
+    async with serving(name) as served:
+        copies = served._runner.context.bridge.copies
+        together, alone = (Sequences(name, copies, lengths) for _ in range(2))
+        together.step([0, 1], [])
+        together.rank.run(Drop(0))
+        together.step([], [0])
+        together.step([], [])
+        for turn in range(3):
+            alone.step([] if turn else [1], [])
+        assert together.said[1] == alone.said[1]
+        assert list(together.rank.sequences) == [1]
+
+
+class Sequences:
+    """Prompts in a model's memory, and what it says to them in one batch."""
+
+    def __init__(self, name: str, copies: PoolCopies, lengths: Sequence[int]) -> None:
+        self.rank = ModelRank(tiny_model(name), copies)
+        for number, length in enumerate(lengths):
+            self.rank.sequences[number] = SequenceMemory(filled(name, length, number), length)
+        self.said = {number: [7] for number in range(len(lengths))}
+        self._rows: list[int] = []
+
+    def step(self, coming: list[int], going: list[int]) -> None:
+        self._rows = [row for row in self._rows if row not in going] + coming
+        logits = self.rank.run(Decode(0, going, coming, [self.said[row][-1] for row in self._rows]))
+        for row, one in zip(self._rows, logits, strict=True):
+            self.said[row].append(int(one.argmax()))

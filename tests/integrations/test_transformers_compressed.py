@@ -13,15 +13,17 @@ from transformers import DynamicCache
 from asynchicache import UsageError
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.transformers.batches import select, stack
-from asynchicache.integrations.transformers.decoding import DecodeBatch
-from asynchicache.integrations.transformers.forward import decode, prefill
+from asynchicache.integrations.transformers.decoding import DecodeBatch, Row
+from asynchicache.integrations.transformers.forward import decode, pads, prefill
 from asynchicache.integrations.transformers.generate import prefix_cached
+from asynchicache.integrations.transformers.generation import GenerationJob
 from asynchicache.integrations.transformers.layers import PoolMap
 from asynchicache.integrations.transformers.snapshot import new_cache, restore, write_pages, write_states
+from asynchicache.integrations.transformers.stopping import StopRule
 from asynchicache.specs import ModelSpec
+from asynchicache.types import token_array
 from integrations.served import DRAWN, read, serving
 from integrations.snapshots import BOUNDARIES, LENGTH, SLOTS, filled, load, save
-from integrations.test_transformers_batches import started
 from integrations.zoo import PAGE, differences, pool_map, random_tokens, tiny_config, tiny_model, tiny_spec
 from integrations.zoo_configs import WINDOW
 
@@ -187,13 +189,20 @@ def test_sequences_of_other_lengths_are_no_batch() -> None:
 
 @pytest.mark.asyncio
 async def test_only_rows_of_one_length_share_a_batch() -> None:
-    async with serving(NAME) as served:
-        batch = DecodeBatch(tiny_model(NAME), served._runner.context)
-        one, same, longer = started(NAME, 30, 0), started(NAME, 30, 1), started(NAME, 31, 2)
-        batch.step((), [one])
-        batch.rows[0].length = 30
-        assert batch.fits(same)
-        assert not batch.fits(longer)
+    batch = DecodeBatch(0, padded=pads(tiny_model(NAME)))
+    one, same, longer = (row_of(number, length) for number, length in enumerate((30, 30, 31)))
+    batch.joining.append(one)
+    assert batch.step().joining == [one.sequence]
+    assert batch.fits(same)
+    assert not batch.fits(longer)
+
+
+def row_of(number: int, length: int) -> Row:
+    """A sequence whose first token is known."""
+    tokens = token_array(random_tokens(length))
+    job = GenerationJob(tokens, DRAWN, StopRule(1000, ()), namespace=None, salt=None)
+    job.take(7)
+    return Row(job, number)
 
 
 @pytest.mark.asyncio

@@ -149,6 +149,7 @@ class RankFollower:
         self._answers: FrameWriter[FollowerAnswer] = FrameWriter(incarnation)
         self._running = RunningOperations()
         self._held: deque[CopyEntry | MarkEntry] = deque()
+        self._messages: deque[MarkEntry] = deque()  # that the engine has not taken
         self._segment = 0  # marks that were applied
         self._allowed = 0  # copies behind this many marks may run
         self._step = 0  # the last mark that was reached
@@ -202,6 +203,9 @@ class RankFollower:
             case CopyEntry() | MarkEntry():
                 self._held.append(entry)
                 self._advance()
+                if isinstance(entry, MarkEntry) and entry.message:
+                    self._messages.append(entry)
+                    self._moved.set()
             case VerifyEntry():
                 self._answer(ProblemsAnswer(entry.operation, list(self._running.problems(entry))))
             case HeartbeatEntry():
@@ -244,6 +248,21 @@ class RankFollower:
         self._applied = step
         self._loads = [ticket for ticket in self._loads if not ticket.done]
         return AppliedStep(step, self._loads)
+
+    async def next_message(self) -> tuple[int, bytes] | None:
+        """The next step that came with a message, and the message; None once the leader has closed the group.
+
+        Raises:
+            RankError: the group has failed.
+        """
+        while not self.closed:
+            self._check()
+            if self._messages:
+                entry = self._messages.popleft()
+                return entry.step, entry.message
+            self._moved.clear()
+            await self._moved.wait()
+        return None
 
     def launched(self, stream: Stream) -> None:
         """The forward of the last applied step is enqueued on `stream`: what depends on it may be copied."""

@@ -4,7 +4,7 @@ A frame is a header of length and checksum, and a msgpack array of messages. The
 frames of a direction, from a start that the incarnation of the group gives. A frame that is damaged, cut,
 lost, repeated, overtaken, or of another group does not match (rule R1: one order).
 
-An engine may carry these bytes in a message that it sends anyway. `ranks.sockets` sends them itself.
+An engine may carry these bytes in a message that it sends anyway. `ranks.links` sends them itself.
 """
 
 from __future__ import annotations

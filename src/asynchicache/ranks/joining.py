@@ -44,6 +44,12 @@ logger = logging.getLogger(__name__)
 
 H = TypeVar("H", Ready, MemoryHandles)
 
+MAX_MESSAGE = 16 << 20
+"""The most bytes of an engine's message."""
+
+_CLOSE_SECONDS = 1.0
+"""How long a leader that closes waits for its followers to close."""
+
 _MAX_HANDSHAKE = 1 << 20  # bytes of a handshake message, from a sender that is not known yet
 
 
@@ -123,6 +129,7 @@ class RankGroup:
         self._links: dict[int, HandshakeLink] = {}
         self._leader: RankLeader | None = None
         self._tasks = OwnedTasks()
+        self._listening: list[asyncio.Task[None]] = []
         self._flushing = False
 
     @classmethod
@@ -329,7 +336,7 @@ class RankGroup:
         await self._tasks.ready()
         for rank, hand in self._links.items():
             leader.feed(rank, hand.rest())
-            self._tasks.spawn(self._listen_to(rank, hand.link))
+            self._listening.append(self._tasks.spawn(self._listen_to(rank, hand.link)))
         self._tasks.spawn(self._beat())
 
     async def update_weights(self, version: str) -> None:
@@ -367,10 +374,25 @@ class RankGroup:
 
     # Running
 
-    def mark(self) -> int:
-        """End the copies of a step: what the next forward depends on has been asked for. Returns the step's
-        number; the engine sends it to the other ranks, which give it to `RankWorker.forward`."""
-        return self.leader.mark()
+    def mark(self, message: bytes = b"") -> int:
+        """End the copies of a step: what the next forward depends on has been asked for.
+
+        Args:
+            message: what the engines of the other ranks need for the forward; `RankWorker.steps` yields it
+                there. Default: the engine sends its own messages, with the step's number.
+
+        Returns:
+            the step's number, which the other ranks give to `RankWorker.forward`.
+
+        Raises:
+            UsageError: the message is longer than `MAX_MESSAGE`.
+        """
+        if len(message) > MAX_MESSAGE:
+            raise UsageError(f"a message of {len(message)} bytes is longer than {MAX_MESSAGE}")
+        step = self.leader.mark(message)
+        if message:
+            self._flush()  # now: other ranks would wait for this one's thread to release the interpreter
+        return step
 
     @property
     def failure(self) -> RankError | None:
@@ -417,9 +439,19 @@ class RankGroup:
 
     async def aclose(self) -> None:
         """Tell the followers, and close the connections."""
-        if self._leader is not None:
-            self._leader.close()
-            self._flush()
-        await self._tasks.aclose()
-        for hand in self._links.values():
-            await hand.link.aclose()
+        try:
+            await self._tell_the_end()
+        finally:
+            await self._tasks.aclose()
+            for hand in self._links.values():
+                await hand.link.aclose()
+
+    async def _tell_the_end(self) -> None:
+        if self._leader is None:
+            return
+        whole = self._leader.failure is None
+        self._leader.close()
+        self._flush()
+        if whole and self._listening:
+            # Followers close first: a connection that ends here may end before they have read why.
+            await asyncio.wait(self._listening, timeout=_CLOSE_SECONDS)

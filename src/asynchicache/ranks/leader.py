@@ -5,7 +5,7 @@ cannot disagree: they can be late, or fail, and both are answers.
 
 R1: entries have one order, which `ranks.frames` protects.
 R3: an operation has ended when all ranks say so (`ranks.pending`).
-R4: outcomes are intersected per page, the worst first (`ranks.outcomes`).
+R4: outcomes are intersected per page, the worst first (`ranks.group`).
 R6: answers carry the operation and its status.
 R7: nothing waits without a deadline; a rank past it is lost, and the group goes on cold.
 """
@@ -190,11 +190,12 @@ class RankLeader:
         if self.failure is None and not len(self._log):
             self._add(HeartbeatEntry())
 
-    def mark(self) -> int:
-        """End the copies of a step; returns its number, which the engine sends to the other ranks."""
+    def mark(self, message: bytes = b"") -> int:
+        """End the copies of a step; returns its number, which the engine sends to the other ranks, or which
+        goes along with a `message` of the engine."""
         self.step += 1
         if self.failure is None:
-            self._add(MarkEntry(self.step))
+            self._add(MarkEntry(self.step, message))
         return self.step
 
     def close(self) -> None:

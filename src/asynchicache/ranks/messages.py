@@ -17,7 +17,7 @@ from asynchicache.hashing import DIGEST_BYTES
 from asynchicache.pools.shared import HostHandle
 from asynchicache.types import Direction, MissReason, Outcome, Tier
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of these messages. Both sides of a connection must have the same one."""
 
 OUTCOMES = tuple(Outcome)
@@ -109,9 +109,15 @@ class CopyEntry(msgspec.Struct, frozen=True, tag="copy", array_like=True):
 
 
 class MarkEntry(msgspec.Struct, frozen=True, tag="mark", array_like=True):
-    """All copies that forward `step` depends on come before this entry."""
+    """All copies that forward `step` depends on come before this entry.
+
+    Attributes:
+        step: the number of the forward.
+        message: what the leader's engine says to those of the followers; empty if it does so itself.
+    """
 
     step: int
+    message: bytes = b""
 
 
 class ReadEntry(msgspec.Struct, frozen=True, tag="read", array_like=True):

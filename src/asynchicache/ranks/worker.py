@@ -131,16 +131,18 @@ class RankWorker:
     def _flush(self, link: Link) -> None:
         data = self._follower.take()
         try:
-            if data:
+            if data and not self._follower.closed:
                 link.send(data)
         except RankLostError as error:
             self._follower.fail(RankLostError(f"rank 0 is lost: {error}"))
 
     async def _listen(self, hand: HandshakeLink) -> None:
         self._follower.feed(hand.rest())
-        while data := await hand.link.receive():
+        while not self._follower.closed and (data := await hand.link.receive()):
             self._follower.feed(data)
-        if not self._follower.closed:
+        if self._follower.closed:
+            await hand.link.aclose()  # the leader waits for it
+        else:
             self._follower.fail(RankLostError("rank 0 is lost: its connection ended"))
         self._ended.set()
 
@@ -163,12 +165,22 @@ class RankWorker:
             return memory.tensor(tensor)
         raise UsageError("device_tensor(): an engine owns the device memory here")
 
+    async def steps(self) -> AsyncIterator[tuple[int, bytes]]:
+        """Yield the number and the message of each step that the leader's engine marks with one, in order.
+        Ends when the leader closes the group.
+
+        Raises:
+            RankError: the group has failed.
+        """
+        while (step := await self._follower.next_message()) is not None:
+            yield step
+
     @asynccontextmanager
     async def forward(self, step: int, stream: Stream) -> AsyncIterator[AppliedStep]:
         """Run one forward: the body makes `stream` wait for what it reads, and enqueues it.
 
         Before the body, all copies that the forward depends on are enqueued. After it, copies of what it
-        writes may begin, also if no step follows.
+        writes may begin, also if no step follows. If the body raises, the group fails.
 
         Args:
             step: the number that the leader's engine sent along (`RankGroup.mark`).
@@ -177,7 +189,13 @@ class RankWorker:
         Raises:
             RankError: the step was run before or is out of order, or the group has failed or is closed.
         """
-        yield await self._follower.apply(step, stream)
+        applied = await self._follower.apply(step, stream)
+        try:
+            yield applied
+        except BaseException as error:
+            # The forward may have written a part: the leader must not take its pages for whole.
+            self._follower.fail(RankError(f"forward {step} failed: {error!r:.200}"))
+            raise
         self._follower.launched(stream)
 
     @property

@@ -17,7 +17,7 @@ from asynchicache.cli.options import ServeOptions
 from asynchicache.cli.serve import settings_of
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.serve.connections import while_connected
-from asynchicache.integrations.transformers.forward import prefill
+from asynchicache.integrations.transformers.forward import feed
 from integrations.serve.checkpoints import tiny_loaded
 from integrations.serve.serving import (
     SMALL,
@@ -190,11 +190,11 @@ async def test_a_model_that_gives_no_numbers_fails_and_says_no_token(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*arguments: Any, **options: Any) -> torch.Tensor:
-        return torch.full_like(prefill(*arguments, **options), torch.nan)
+        return torch.full_like(feed(*arguments, **options), torch.nan)
 
     async with running(LOADED) as server:
         with monkeypatch.context() as patch:
-            patch.setattr("asynchicache.integrations.transformers.prefill_runner.prefill", broken)
+            patch.setattr("asynchicache.integrations.transformers.calls.feed", broken)
             answer = await server.http.post("/v1/completions", json=body())
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "internal_error"

@@ -1,7 +1,15 @@
-"""Copies between the slots of a `HybridCache` request and the model's `DynamicCache`."""
+"""Copies between the slots of a cache's pools and a model's `DynamicCache`.
+
+Which slots a request has is looked up on the event loop. The copies need only their numbers, so every rank of
+a group can make the same ones.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import msgspec
+import torch
 from transformers import DynamicCache, PreTrainedConfig
 
 from asynchicache.cache import HybridCache, Request
@@ -17,11 +25,119 @@ from asynchicache.integrations.transformers.snapshot import (
 from asynchicache.specs import ModelSpec, PoolSpec
 
 
+class HitSlots(msgspec.Struct, frozen=True, array_like=True):
+    """Where the tokens of a hit are.
+
+    Attributes:
+        pages: slots of all pages, from the beginning.
+        window: slots of the last pages, in the window pool; empty without windows.
+        state: slot of the states; None without states.
+    """
+
+    pages: list[int] = []
+    window: list[int] = []
+    state: int | None = None
+
+
+class PageRun(msgspec.Struct, frozen=True, array_like=True):
+    """Slots of consecutive pages of a sequence, from the page with index `first` on."""
+
+    pool: str
+    first: int
+    slots: list[int]
+
+
+class NewSlots(msgspec.Struct, frozen=True, array_like=True):
+    """Where computed tokens go.
+
+    Attributes:
+        pages: the pages that are copied, by pool.
+        states: whether states are copied.
+        state: their slot; None if the request has none.
+        inside: whether the tokens may end inside the last page.
+    """
+
+    pages: list[PageRun]
+    states: bool
+    state: int | None
+    inside: bool
+
+
+class PoolCopies:
+    """Copies between one rank's pools and the memory of its model. Methods may run on the model's thread.
+
+    Attributes:
+        pools: device memory, by layer.
+        has_states: whether the model has recurrent layers, or others that keep states.
+        window_pages: pages of sliding windows that a prefix needs at its end; 0 without windows.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, spec: ModelSpec, tensor: Callable[[str, str], torch.Tensor]
+    ) -> None:
+        """
+        Args:
+            config: the model's configuration.
+            spec: its pools.
+            tensor: returns the device memory of a pool and tensor.
+        """
+        self.pools = PoolMap(
+            spec,
+            {
+                pool.name: {part.name: tensor(pool.name, part.name) for part in pool.tensors}
+                for pool in spec.pools
+            },
+        )
+        self.config = config
+        _, *others = spec.owners
+        windows = [pool.coverage.pages or 0 for pool in others if pool.per_token]
+        self.window_pages = max(windows, default=0)
+        self.has_states = any(not pool.per_token for pool in others)
+
+    def restore(self, tokens: int, slots: HitSlots) -> DynamicCache:
+        """Return model memory with the first `tokens` tokens of a sequence."""
+        return restore(self.config, self.pools, slots.pages, tokens, slots.state, window_slots=slots.window)
+
+    def save(
+        self,
+        memory: DynamicCache,
+        stop: int,
+        slots: NewSlots,
+        *,
+        row: int = 0,
+        states: SavedStates | None = None,
+    ) -> None:
+        """Copy pages that end at `stop`, and states.
+
+        Args:
+            memory: holds exactly `stop` tokens, if states are copied and `states` is None.
+            stop: end of the forward.
+            slots: the destination.
+            row: index of the sequence in `memory`.
+            states: states saved at `stop` tokens, if `memory` holds more by now.
+
+        Raises:
+            UsageError: the states are of another length, or pages are missing.
+        """
+        end = stop if slots.inside else None
+        for run in slots.pages:
+            write_pages(memory, self.pools, run.first, run.slots, pool=run.pool, row=row, tokens=end)
+        if not slots.states:
+            return
+        held = memory.get_seq_length() if states is None else states.tokens
+        if held != stop or slots.state is None:
+            raise UsageError(f"the states are those of {held} tokens, not of {stop}; end a forward there")
+        if states is None:
+            write_states(memory, self.pools, slots.state, row=row)
+        else:
+            write_saved_states(states, self.pools, slots.state)
+
+
 class CacheBridge:
     """Copies the content of a request's slots to model memory, and back.
 
-    Methods access device memory and only read the request. They may run on the model's thread while the
-    event loop runs, as long as the request does not change meanwhile.
+    `restore` and `save` access device memory and only read the request. They may run on the model's thread
+    while the event loop runs, as long as the request does not change meanwhile.
 
     Args:
         config: the model's configuration.
@@ -30,9 +146,8 @@ class CacheBridge:
         prefix: prefix of the draft's pools, if the model is the draft; as given to `ModelSpec.with_draft`.
 
     Attributes:
-        pools: the model's part of the cache's device memory, by layer.
-        has_states: whether the model has recurrent layers.
-        window_pages: pages of sliding windows that a prefix needs at its end; 0 without windows.
+        copies: the copies themselves.
+        tails: whether prefixes may end inside a page.
     """
 
     def __init__(
@@ -45,50 +160,60 @@ class CacheBridge:
     ) -> None:
         spec = spec or cache.spec
         names = {pool.name: f"{prefix}_{pool.name}" if prefix else pool.name for pool in spec.pools}
-        self._config = config
-        self.pools = PoolMap(
-            spec,
-            {
-                pool.name: {
-                    part.name: cache.device_tensor(names[pool.name], part.name) for part in pool.tensors
-                }
-                for pool in spec.pools
-            },
-        )
+        self.copies = PoolCopies(config, spec, lambda pool, tensor: cache.device_tensor(names[pool], tensor))
+        self.tails = cache.tails
         self._page_size = spec.page_size
         self._full, *others = spec.owners
-        self.tails = cache.tails
         self._windows = [pool for pool in others if pool.per_token]
-        self.has_states = any(not pool.per_token for pool in others)
-        self.window_pages = max((pool.coverage.pages or 0 for pool in self._windows), default=0)
         self._state = next((pool.name for pool in others if not pool.per_token), None)
         # The draft's pools share the slots of the target's pools.
         self._owners = {name: cache.spec.pool(full).slots_of or full for name, full in names.items()}
 
-    def restore(self, request: Request) -> DynamicCache:
-        """Return model memory with the first `request.hit.tokens` tokens.
+    def hit_slots(self, request: Request) -> HitSlots:
+        """Where the hit of a request is.
 
         Args:
             request: loaded, with its ticket awaited, and not extended yet.
         """
         tokens = request.hit.tokens
-        return restore(
-            self._config,
-            self.pools,
-            request.pages(self._owners[self._full.name]),
-            tokens,
-            self._state_slot(request) if tokens else None,
-            window_slots=[slot for pool in self._windows for slot in self._window(request, pool, tokens)],
-        )
+        if not tokens:
+            return HitSlots()
+        pages = request.pages(self._owners[self._full.name])[: -(-tokens // self._page_size)]
+        window = [slot for pool in self._windows for slot in self._window(request, pool, tokens)]
+        return HitSlots(list(pages), window, self._state_slot(request))
 
     def _window(self, request: Request, pool: PoolSpec, tokens: int) -> list[int]:
         """Return the slots of the last pages of a hit of `tokens` that the window covers."""
         slots = request.pages(self._owners[pool.name])
         pages = (pool.coverage.pages or 0) + (tokens % self._page_size > 0)
-        return slots[-min(pages, len(slots)) :] if slots else []
+        return list(slots[-min(pages, len(slots)) :]) if slots else []
 
     def _state_slot(self, request: Request) -> int | None:
         return None if self._state is None else request.state(self._owners[self._state])
+
+    def new_slots(self, request: Request, start: int, stop: int) -> NewSlots:
+        """Where the pages go that tokens `start` to `stop` complete, and the states if `stop` ends a page.
+        With tails, also the page that `stop` is in, and the states in any case.
+
+        Args:
+            request: extended to at least `stop` tokens.
+            start: tokens saved or restored before.
+            stop: end of the forward.
+        """
+        runs = [self._page_run(request, pool, start, stop) for pool in (self._full, *self._windows)]
+        states = self._state is not None and (stop % self._page_size == 0 or self.tails)
+        return NewSlots(runs, states, self._state_slot(request) if states else None, self.tails)
+
+    def _page_run(self, request: Request, pool: PoolSpec, start: int, stop: int) -> PageRun:
+        owner = self._owners[pool.name]
+        base = request.first_page(owner)
+        begin = max(start // self._page_size, base)  # skip pages that the window has passed
+        pages = -(-stop // self._page_size) if self.tails else stop // self._page_size
+        return PageRun(pool.name, begin, list(request.pages(owner)[begin - base : pages - base]))
+
+    def restore(self, request: Request) -> DynamicCache:
+        """Return model memory with the first `request.hit.tokens` tokens; `request` as for `hit_slots`."""
+        return self.copies.restore(request.hit.tokens, self.hit_slots(request))
 
     def save(
         self,
@@ -100,46 +225,9 @@ class CacheBridge:
         row: int = 0,
         states: SavedStates | None = None,
     ) -> None:
-        """Copy the pages that tokens `start` to `stop` complete, and the states if `stop` ends a page; with
-        tails, also the page that `stop` is in, and the states in any case.
+        """Copy what `new_slots` names.
 
         Call it after a forward that ended at `stop`, before `request.checkpoint(stop)` or
-        `request.snapshot(stop)`.
-
-        Args:
-            request: extended to at least `stop` tokens.
-            memory: holds exactly `stop` tokens, if the model has states and `states` is None.
-            start: tokens saved or restored before.
-            stop: end of the forward.
-            row: index of the sequence in `memory`.
-            states: states saved at `stop` tokens, if `memory` holds more by now.
-
-        Raises:
-            UsageError: the states are of another length, or pages are missing.
+        `request.snapshot(stop)`. Arguments and errors are those of `new_slots` and `PoolCopies.save`.
         """
-        for pool in (self._full, *self._windows):
-            self._save_pages(request, memory, pool, start, stop, row)
-        if self._state is not None and (stop % self._page_size == 0 or self.tails):
-            self._save_states(request, memory, stop, row, states)
-
-    def _save_pages(
-        self, request: Request, memory: DynamicCache, pool: PoolSpec, start: int, stop: int, row: int
-    ) -> None:
-        owner = self._owners[pool.name]
-        base = request.first_page(owner)
-        begin = max(start // self._page_size, base)  # skip pages that the window has passed
-        pages = -(-stop // self._page_size) if self.tails else stop // self._page_size
-        slots, end = request.pages(owner)[begin - base : pages - base], stop if self.tails else None
-        write_pages(memory, self.pools, begin, slots, pool=pool.name, row=row, tokens=end)
-
-    def _save_states(
-        self, request: Request, memory: DynamicCache, stop: int, row: int, states: SavedStates | None
-    ) -> None:
-        slot = self._state_slot(request)
-        held = memory.get_seq_length() if states is None else states.tokens
-        if held != stop or slot is None:
-            raise UsageError(f"the states are those of {held} tokens, not of {stop}; end a forward there")
-        if states is None:
-            write_states(memory, self.pools, slot, row=row)
-        else:
-            write_saved_states(states, self.pools, slot)
+        self.copies.save(memory, stop, self.new_slots(request, start, stop), row=row, states=states)

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from asynchicache.integrations.transformers.batches import select, stack
-from asynchicache.integrations.transformers.forward import decode, pads
+from asynchicache.integrations.transformers.calls import Decode
+from asynchicache.integrations.transformers.forward import pads
 from asynchicache.integrations.transformers.generation import GenerationJob
 from asynchicache.integrations.transformers.prefix import PrefixContext
-from asynchicache.integrations.transformers.snapshot import SavedStates, save_states
-from asynchicache.integrations.transformers.thread import ModelThread
 
 _SHORT = 256
 """Padding up to this number of tokens costs almost nothing."""
@@ -25,17 +23,17 @@ class Row:
 
     Attributes:
         job: the request.
-        memory: the sequence's cache, before it joins a batch and after it has left.
+        sequence: its number in the model's memory.
         length: tokens that the model has computed.
-        states: states at the last page boundary that a decode step reached; None before the first.
+        kept: the last page boundary that a decode step reached, whose states were kept, or None.
         left: done when the row has left its batch; fails if the model does.
     """
 
-    def __init__(self, job: GenerationJob, memory: DynamicCache) -> None:
+    def __init__(self, job: GenerationJob, sequence: int) -> None:
         self.job = job
-        self.memory = memory
+        self.sequence = sequence
         self.length = len(job.prompt)
-        self.states: SavedStates | None = None
+        self.kept: int | None = None
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -51,79 +49,43 @@ class DecodeBatch:
     Rows of a model without padding must be of equal length.
 
     Attributes:
-        rows: current rows; changed by `step`, on the model's thread.
+        number: of the batch in the model's memory.
+        rows: current rows.
         joining: rows that join at the next step.
     """
 
-    def __init__(self, model: PreTrainedModel, context: PrefixContext) -> None:
+    def __init__(self, number: int, *, padded: bool) -> None:
+        self.number = number
         self.rows: list[Row] = []
         self.joining: list[Row] = []
-        self._model = model
-        self._context = context
-        self._memory = DynamicCache()
+        self._padded = padded
 
     def fits(self, row: Row) -> bool:
         lengths = [other.length for other in (row, *self.rows, *self.joining)]
-        if not pads(self._model):
+        if not self._padded:
             return min(lengths) == max(lengths)
         return max(lengths) <= max(2 * min(lengths), _SHORT)
 
-    def step(self, leaving: Sequence[Row], joining: Sequence[Row]) -> list[int | RuntimeError]:
-        """Remove rows, which get their own memory back, and add others; then decode one token of each row.
-
-        Returns:
-            the token, or the error, of each of `rows`, in order.
-        """
-        if leaving:
-            self._release(leaving)
-        if joining:
-            self._admit(joining)
-        return self._decode() if self.rows else []
-
-    def _release(self, leaving: Sequence[Row]) -> None:
-        longest = self._longest()
-        for row in leaving:
-            row.memory = select(self._memory, [self.rows.index(row)], longest - row.length)
-            self._context.trim(row.memory)
-        stay = [number for number, row in enumerate(self.rows) if row not in leaving]
-        self.rows = [self.rows[number] for number in stay]
-        memory = self._memory
-        self._memory = select(memory, stay, longest - self._longest()) if stay else DynamicCache()
-
-    def _admit(self, joining: Sequence[Row]) -> None:
-        memories = [row.memory for row in joining]
-        self._memory = stack([self._memory, *memories] if self.rows else memories, padded=True)
-        self.rows = [*self.rows, *joining]
-        for row in joining:
-            row.memory = DynamicCache()  # the batch has a copy
-
-    def _longest(self) -> int:
-        return max((row.length for row in self.rows), default=0)
-
-    def _decode(self) -> list[int | RuntimeError]:
-        longest = self._longest()
-        latest = [row.job.generated[-1] for row in self.rows]
-        padding = [longest - row.length for row in self.rows]
-        logits = decode(self._model, self._memory, latest, longest, padding=padding)
-        for number, row in enumerate(self.rows):
-            row.length += 1
-            if row.length % self._context.page_size == 0 and self._context.bridge.has_states:
-                row.states = save_states(self._memory, row.length, row=number)
-        if (longest + 1) % self._context.page_size == 0:
-            # One page more: a shorter row may be up to a page past a boundary of its own.
-            self._context.trim(self._memory, more_pages=1)
-        return [_choose(row, one) for row, one in zip(self.rows, logits, strict=True)]
+    def step(self) -> Decode:
+        """Let rows go that are over, and others join; returns the call that decodes one token of each."""
+        leaving = [row for row in self.rows if row.over]
+        joining = [row for row in self.joining if not row.over]
+        self.rows = [row for row in self.rows if row not in leaving] + joining
+        self.joining = []
+        return Decode(
+            self.number,
+            [row.sequence for row in leaving],
+            [row.sequence for row in joining],
+            [row.job.generated[-1] for row in self.rows],
+        )
 
 
 class Decoder:
     """Steps the batches in rotation while there are rows."""
 
-    def __init__(
-        self, thread: ModelThread, model: PreTrainedModel, context: PrefixContext, *, batch_size: int
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, context: PrefixContext, *, batch_size: int) -> None:
         """`batch_size`: the most rows of a batch."""
-        self._thread = thread
-        self._model = model
+        self._padded = pads(model)
         self._context = context
         self._batch_size = batch_size
         self._joining: list[Row] = []
@@ -131,7 +93,7 @@ class Decoder:
         self._pump: asyncio.Task[None] | None = None
 
     async def run(self, row: Row) -> None:
-        """Decode until the sequence has ended or was cancelled; then `row.memory` is its own again.
+        """Decode until the sequence has ended or was cancelled; then it is out of its batch again.
 
         Raises:
             Exception: the model's error.
@@ -167,7 +129,7 @@ class Decoder:
         for row in self._joining:
             batch = next((b for b in self._batches if self._has_room(b) and b.fits(row)), None)
             if batch is None:
-                batch = DecodeBatch(self._model, self._context)
+                batch = DecodeBatch(self._context.calls.new_batch(), padded=self._padded)
                 self._batches.append(batch)
             batch.joining.append(row)
         self._joining = []
@@ -177,17 +139,18 @@ class Decoder:
 
     async def _run_step(self, batch: DecodeBatch) -> None:
         concerned = [*batch.rows, *batch.joining]
-        leaving = [row for row in batch.rows if row.over]
-        joining = [row for row in batch.joining if not row.over]
-        batch.joining = []
+        call = batch.step()
         try:
-            tokens = await self._thread.run(partial(batch.step, leaving, joining))
+            tokens = await self._context.calls.compute(call, partial(_choose_all, batch.rows))
         except Exception as error:  # noqa: BLE001  a task boundary: the waiters of these rows get it
             batch.rows = []
             for row in concerned:
                 _fail(row, error)
             return
         for row, token in zip(batch.rows, tokens, strict=True):
+            row.length += 1
+            if self._context.has_states and row.length % self._context.page_size == 0:
+                row.kept = row.length
             if isinstance(token, RuntimeError):
                 _fail(row, token)  # `row.over` is then true, and the row leaves at the next step
             else:
@@ -195,6 +158,10 @@ class Decoder:
         for row in concerned:
             if row not in batch.rows and not row.left.done():
                 row.left.set_result(None)
+
+
+def _choose_all(rows: Sequence[Row], logits: torch.Tensor) -> list[int | RuntimeError]:
+    return [_choose(row, one) for row, one in zip(rows, logits, strict=True)]
 
 
 def _choose(row: Row, logits: torch.Tensor) -> int | RuntimeError:

@@ -38,10 +38,15 @@ def prefill(
     """
     if not 0 <= start < stop <= len(tokens):
         raise UsageError(f"tokens {start} to {stop} are no range within {len(tokens)} tokens")
-    step = 1 if start and feeds_one_by_one(model) else stop - start
-    for begin in range(start, stop, step):
+    return feed(model, cache, tokens[start:stop], start)
+
+
+def feed(model: PreTrainedModel, cache: DynamicCache, tokens: Sequence[int], start: int) -> torch.Tensor:
+    """As `prefill`, from the new `tokens` alone; at least one, after `start` tokens in the cache."""
+    step = 1 if start and feeds_one_by_one(model) else len(tokens)
+    for begin in range(0, len(tokens), step):
         ids = torch.tensor([tokens[begin : begin + step]], dtype=torch.int64, device=model.device)
-        logits = _forward(model, cache, ids, begin)
+        logits = _forward(model, cache, ids, start + begin)
     return logits[0]
 
 

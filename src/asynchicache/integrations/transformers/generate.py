@@ -8,12 +8,13 @@ from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from asynchicache.cache import CacheStatistics, Hit, HybridCache
 from asynchicache.config import CacheConfig
 from asynchicache.errors import CapacityError, UsageError
 from asynchicache.integrations.bridge import LoopBridge
+from asynchicache.integrations.transformers.calls import Restore, SequenceMemory, Trim
 from asynchicache.integrations.transformers.forward import feeds_one_by_one
 from asynchicache.integrations.transformers.prefill_runner import (
     Prefilled,
@@ -21,7 +22,7 @@ from asynchicache.integrations.transformers.prefill_runner import (
     open_prefill_runner,
 )
 from asynchicache.integrations.transformers.prefix import PrefixContext
-from asynchicache.integrations.transformers.snapshot import SavedStates, new_cache, save_states
+from asynchicache.integrations.transformers.snapshot import save_states
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.types import MissReason, token_array
 
@@ -74,21 +75,22 @@ class CachedGenerate:
         """
         ids = _checked_ids(inputs, options)
         tokens = ids[0].tolist()
-        with self._one_at_a_time:
-            prefilled = self._bridge.call(self._begin(tokens, namespace, salt))
-            self.hit, memory = prefilled.hit, prefilled.memory
-            known = int(memory.get_seq_length())
-            tap = _PageTap(memory, self._runner.context)
+        calls = self._runner.context.calls
+        with self._one_at_a_time, calls.sequence() as sequence:
+            self.hit = self._bridge.call(self._begin(sequence, tokens, namespace, salt)).hit
+            memory = calls.rank.sequences[sequence]
+            known = int(memory.cache.get_seq_length())
+            tap = _PageTap(memory, self._runner.context, sequence)
             criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), tap])
             output = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=memory,
+                past_key_values=memory.cache,
                 stopping_criteria=criteria,
                 **options,
             )
-            sequence = (output if isinstance(output, torch.Tensor) else output.sequences)[0].tolist()
-            self._bridge.call(self._end(sequence, memory, tap.states, known, namespace, salt))
+            told = (output if isinstance(output, torch.Tensor) else output.sequences)[0].tolist()
+            self._bridge.call(self._end(sequence, told, known, namespace, salt))
         return output
 
     def statistics(self) -> CacheStatistics:
@@ -98,54 +100,53 @@ class CachedGenerate:
     async def _read_statistics(self) -> CacheStatistics:
         return self._cache.statistics()
 
-    async def _begin(self, tokens: list[int], namespace: str | None, salt: str | None) -> Prefilled:
+    async def _begin(
+        self, sequence: int, tokens: list[int], namespace: str | None, salt: str | None
+    ) -> Prefilled:
         """Restore the cached prefix, and prefill up to where `generate` takes over."""
         try:
             async with self._cache.request(tokens, namespace=namespace, salt=salt) as request:
                 await request.prefetch()
-                begun = await self._runner.begin(request, tokens, nullcontext())
+                begun = await self._runner.begin(request, sequence, tokens, nullcontext())
                 end = self._end_of_prefill(len(tokens))
-                return await self._runner.prefill(request, tokens, end, begun=begun)
+                return await self._runner.prefill(request, sequence, tokens, end, begun=begun)
         except CapacityError:  # longer than all device pages
-            return Prefilled(new_cache(self._model.config), Hit(0, reason=MissReason.DEVICE_CAPACITY), None)
+            await self._runner.context.calls.run(Restore(sequence))
+            return Prefilled(Hit(0, reason=MissReason.DEVICE_CAPACITY), None)
 
     def _end_of_prefill(self, length: int) -> int:
         """Return where the prefill ends: the last point to save states and windows before `generate`."""
         if feeds_one_by_one(self._model):
             return length - 1
         context = self._runner.context
-        return context.whole(length - 1) if context.bridge.has_states or context.bridge.window_pages else 0
+        return context.whole(length - 1) if context.has_states or context.window_pages else 0
 
     async def _end(
-        self,
-        tokens: list[int],
-        memory: DynamicCache,
-        states: SavedStates | None,
-        known: int,
-        namespace: str | None,
-        salt: str | None,
+        self, sequence: int, tokens: list[int], known: int, namespace: str | None, salt: str | None
     ) -> None:
         """Publish the tokens that `generate` computed."""
-        length = int(memory.get_seq_length())
+        memory = self._runner.context.calls.rank.sequences[sequence]
+        length = int(memory.cache.get_seq_length())
+        kept = None if memory.kept is None else memory.kept.tokens
         with suppress(CapacityError):  # longer than all device pages
             async with self._cache.request(tokens, namespace=namespace, salt=salt) as request:
-                await self._runner.publish(request, memory, length, states, known=known)
+                await self._runner.publish(request, sequence, length, kept, known=known)
 
 
 class _PageTap(StoppingCriteria):  # type: ignore[misc]
-    """Never stops; saves the states at page boundaries, and trims windows."""
+    """Never stops; keeps the states at page boundaries, and trims windows."""
 
-    def __init__(self, memory: DynamicCache, context: PrefixContext) -> None:
-        self.states: SavedStates | None = None
+    def __init__(self, memory: SequenceMemory, context: PrefixContext, sequence: int) -> None:
         self._memory = memory
         self._context = context
+        self._sequence = sequence
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **options: object) -> torch.Tensor:
-        held = int(self._memory.get_seq_length())
+        held = int(self._memory.cache.get_seq_length())
         if held % self._context.page_size == 0:
-            self._context.trim(self._memory)
-            if self._context.bridge.has_states:
-                self.states = save_states(self._memory, held)
+            self._context.calls.rank.run(Trim(self._sequence))
+            if self._context.has_states:
+                self._memory.kept = save_states(self._memory.cache, held)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -196,7 +197,7 @@ def prefix_cached(
     bridge, stack = LoopBridge(name="prefix-cached"), AsyncExitStack()
 
     async def open_cache() -> tuple[HybridCache, PrefillRunner]:
-        cache, _, runner = await open_prefill_runner(
+        cache, runner = await open_prefill_runner(
             stack, model, config, page_size=page_size, storage=storage, prefill_chunk=prefill_chunk
         )
         return cache, runner

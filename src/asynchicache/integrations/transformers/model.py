@@ -32,6 +32,7 @@ from asynchicache.integrations.transformers.sharing import PromptSharing
 from asynchicache.integrations.transformers.stopping import StopRule, end_tokens
 from asynchicache.openings import Opening, caller
 from asynchicache.planner.hints import NO_HINT, CacheHint
+from asynchicache.ranks.joining import RankGroup
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.types import token_array
@@ -84,6 +85,8 @@ class PrefixCachedModel:
         page_size: int = 64,
         tokenizer: PreTrainedTokenizerBase | None = None,
         storage: StorageBackend | None = None,
+        spec: ModelSpec | None = None,
+        group: RankGroup | None = None,
         max_running: int = MAX_RUNNING,
         max_waiting: int = MAX_WAITING,
         prefill_chunk: int = 512,
@@ -97,6 +100,9 @@ class PrefixCachedModel:
             page_size: tokens per page.
             tokenizer: decodes tokens for stop strings, and gives the end token.
             storage: an open backend to use instead of the configured one; the caller closes it.
+            spec: the model's pools. Default: those of its configuration, in pages of `page_size`.
+            group: the ranks that the model is divided over, which this one leads; `spec` has the pools of its
+                part (`ModelSpec.shard`), and the others call `run_follower`.
             max_running: most requests that prefill or decode at a time.
             max_waiting: most requests in the queue; more are refused.
             prefill_chunk: tokens per prefill forward; other requests run between chunks.
@@ -106,15 +112,23 @@ class PrefixCachedModel:
             UnsupportedModelError: a layer of the model has no pool.
             ConfigError: options contradict each other or the model.
             CapacityError, StorageError: as of `HybridCache.open`.
+            RankError: a rank of the group does not fit it, or is missing.
         """
         limits = AdmissionLimits(max_running, max_waiting, decode_batch)
 
         async def begin() -> Self:
             async with AsyncExitStack() as opening:
-                cache, thread, runner = await open_prefill_runner(
-                    opening, model, config, page_size=page_size, storage=storage, prefill_chunk=prefill_chunk
+                cache, runner = await open_prefill_runner(
+                    opening,
+                    model,
+                    config,
+                    page_size=page_size,
+                    storage=storage,
+                    prefill_chunk=prefill_chunk,
+                    spec=spec,
+                    group=group,
                 )
-                decoder = Decoder(thread, model, runner.context, batch_size=decode_batch)
+                decoder = Decoder(model, runner.context, batch_size=decode_batch)
                 return cls(model, cache, runner, decoder, tokenizer, limits, opening.pop_all())
 
         return Opening(f"{cls.__name__}.open(...)", begin, caller())
@@ -222,18 +236,19 @@ class PrefixCachedModel:
 
     async def _serve(self, job: GenerationJob, queued: QueuedRequest, request: Request) -> None:
         await queued.entered.wait()
-        async with request:
-            await request.prefetch()
-            prompt = job.prompt.tolist()
-            begun = await self._runner.begin(request, prompt, self._prefilling)
-            async with self._prefilling:
-                self._sharing.leave(job)
-                row = await self._prefill(job, request, prompt, begun)
-        await self._decoder.run(row)
-        ending = self._request(job)
-        ending.recorded = False  # a trace has the prompt
-        async with ending as output:
-            await self._runner.publish(output, row.memory, row.length, row.states, known=len(job.prompt))
+        with self._runner.context.calls.sequence() as sequence:
+            async with request:
+                await request.prefetch()
+                prompt = job.prompt.tolist()
+                begun = await self._runner.begin(request, sequence, prompt, self._prefilling)
+                async with self._prefilling:
+                    self._sharing.leave(job)
+                    row = await self._prefill(job, request, sequence, prompt, begun)
+            await self._decoder.run(row)
+            ending = self._request(job)
+            ending.recorded = False  # a trace has the prompt
+            async with ending as output:
+                await self._runner.publish(output, sequence, row.length, row.kept, known=len(job.prompt))
 
     def _request(self, job: GenerationJob) -> Request:
         return self.cache.request(
@@ -245,13 +260,13 @@ class PrefixCachedModel:
         )
 
     async def _prefill(
-        self, job: GenerationJob, request: Request, prompt: list[int], begun: Beginning
+        self, job: GenerationJob, request: Request, sequence: int, prompt: list[int], begun: Beginning
     ) -> Row:
         """Prefill the prompt and choose the first token of the output."""
         prefilled = await self._runner.prefill(
-            request, prompt, len(prompt), begun=begun, shared=partial(self._sharing.cut, job)
+            request, sequence, prompt, len(prompt), begun=begun, shared=partial(self._sharing.cut, job)
         )
         assert prefilled.logits is not None, "a hit leaves a token to compute"
         job.hit = prefilled.hit
-        job.take(await self._runner.context.thread.run(partial(job.sampler.choose, prefilled.logits)))
-        return Row(job, prefilled.memory)
+        job.take(await self._runner.context.calls.thread.run(partial(job.sampler.choose, prefilled.logits)))
+        return Row(job, sequence)

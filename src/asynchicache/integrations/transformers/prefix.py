@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
-
-from transformers import DynamicCache, PreTrainedConfig
 
 from asynchicache.cache import Hit, Request
 from asynchicache.errors import CacheError, CapacityError, UsageError
 from asynchicache.integrations.transformers.bridge import CacheBridge
-from asynchicache.integrations.transformers.snapshot import SavedStates, new_cache, trim_windows
-from asynchicache.integrations.transformers.thread import ModelThread
+from asynchicache.integrations.transformers.calls import ModelCalls, Restore, Save
 from asynchicache.types import MissReason
 
 _log = logging.getLogger(__name__)
@@ -25,22 +21,24 @@ _WAIT_SECONDS = 5.0
 
 
 class PrefixContext:
-    """How the model's thread uses a cache.
+    """How a model uses a cache.
 
     Attributes:
+        calls: runs the model.
+        bridge: knows the slots of requests.
         page_size: tokens per page.
-        bridge: copies between slots and the model's memory.
         piece: most tokens to reserve pages for at once, so that a window pool need not hold a whole prompt.
+        has_states: whether the model keeps states.
+        window_pages: pages of sliding windows that a prefix needs at its end; 0 without windows.
     """
 
-    def __init__(
-        self, thread: ModelThread, config: PreTrainedConfig, bridge: CacheBridge, page_size: int, piece: int
-    ) -> None:
-        self.thread = thread
-        self.config = config
+    def __init__(self, calls: ModelCalls, bridge: CacheBridge, page_size: int, piece: int) -> None:
+        self.calls = calls
         self.bridge = bridge
         self.page_size = page_size
         self.piece = piece
+        self.has_states = bridge.copies.has_states
+        self.window_pages = bridge.copies.window_pages
 
     def pieces(self, start: int, stop: int, most: int | None = None) -> list[int]:
         """Return the ends of pieces of at most `most` tokens from `start` to `stop`."""
@@ -53,34 +51,33 @@ class PrefixContext:
 
     def publishable(self, tokens: int) -> int:
         """Round `tokens` of a prompt down to where a prefix may end while its request goes on."""
-        attention_alone = not (self.bridge.has_states or self.bridge.window_pages)
+        attention_alone = not (self.has_states or self.window_pages)
         return tokens if self.bridge.tails and attention_alone else self.whole(tokens)
-
-    def trim(self, memory: DynamicCache, *, more_pages: int = 0) -> None:
-        """Drop rows that no later forward or publication reads; on the model's thread."""
-        if self.bridge.window_pages:  # otherwise there are no windows, or their pages are all kept
-            trim_windows(memory, self.page_size, pages=self.bridge.window_pages + more_pages)
 
 
 class CachedPrefix:
     """A request of the cache, from its match to its last publication.
 
     Attributes:
+        sequence: its number in the model's memory.
         hit: the part that the model need not compute.
     """
 
-    def __init__(self, context: PrefixContext, request: Request) -> None:
+    def __init__(self, context: PrefixContext, request: Request, sequence: int) -> None:
+        self.sequence = sequence
         self._context = context
         self._request = request
         self._over = False
         self.hit = Hit(0)
 
-    async def restore(self) -> DynamicCache:
-        """Return model memory that holds the `hit.tokens` cached tokens."""
+    async def restore(self) -> None:
+        """Begin the sequence in the model's memory, with the `hit.tokens` cached tokens."""
         await self.load()
+        call = Restore(self.sequence)
         if not self._over:
-            return await self._context.thread.run(partial(self._context.bridge.restore, self._request))
-        return await self._context.thread.run(partial(new_cache, self._context.config))
+            slots = self._context.bridge.hit_slots(self._request)
+            call = Restore(self.sequence, self.hit.tokens, slots)
+        await self._context.calls.run(call)
 
     async def load(self, *, counted: bool = True) -> None:
         """Load the match to device pages."""
@@ -97,24 +94,21 @@ class CachedPrefix:
             self._give_up(error)
             self.hit = Hit(0, reason=MissReason.TRANSFER_FAILED)
 
-    async def save(self, memory: DynamicCache, stop: int) -> None:
+    async def save(self, stop: int) -> None:
         """Copy tokens computed by a forward that ended at `stop` to pages that the request owns.
 
-        Args:
-            memory: holds `stop` tokens; window layers hold all rows since the last call.
-            stop: end of the forward.
+        The model's memory holds `stop` tokens, and in window layers all rows since the last call.
         """
         start = self._request.reserved
         if not self._over and stop > start and await self._reserve(stop):
-            await self._copy(memory, start, stop, None)
+            await self._copy(start, stop, kept=False)
 
-    async def save_late(self, memory: DynamicCache, stop: int, states: SavedStates | None) -> None:
+    async def save_late(self, stop: int, *, kept: bool) -> None:
         """Save after windows have been trimmed: window pages are copied only if `stop` needs them.
 
         Args:
-            memory: holds `stop` tokens, or more if `states` are given.
-            stop: end of a forward.
-            states: states at `stop`.
+            stop: end of a forward; the model's memory holds `stop` tokens, or more if states are `kept`.
+            kept: use the states that were kept at `stop`.
         """
         start = self._request.reserved
         for end in self._context.pieces(start, stop):
@@ -122,12 +116,12 @@ class CachedPrefix:
                 return
             self._request.advance(end)
         if not self._over and stop > start:
-            await self._copy(memory, start, stop, states)
+            await self._copy(start, stop, kept=kept)
 
-    async def _copy(self, memory: DynamicCache, start: int, stop: int, states: SavedStates | None) -> None:
-        copy = partial(self._context.bridge.save, self._request, memory, start, stop, states=states)
+    async def _copy(self, start: int, stop: int, *, kept: bool) -> None:
+        slots = self._context.bridge.new_slots(self._request, start, stop)
         try:
-            await self._context.thread.run(copy)
+            await self._context.calls.run(Save(self.sequence, stop, slots, kept))
         except CacheError as error:
             self._give_up(error)
 

@@ -26,20 +26,24 @@ class ModelThread:
             1, "model", initializer=partial(torch.set_num_threads, torch.get_num_threads())
         )
 
-    async def run(self, call: Callable[[], T]) -> T:
+    async def run(self, call: Callable[[], T], *, always: bool = False) -> T:
         """Run `call` and return its result when the device has finished what it enqueued.
 
-        If the waiter is cancelled, a call that has not started is dropped. A call that has started is
-        awaited first, because it may write to pages that the waiter is about to free.
+        If the waiter is cancelled, a call that has not started is dropped, unless it must run `always`. One
+        that has started is awaited first, because it may write to pages that the waiter is about to free.
         """
         job = self._executor.submit(self._finish, call)
         done = asyncio.wrap_future(job)
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
-            if not job.cancel():
+            if always or not job.cancel():
                 await _ended(done)
             raise
+
+    def start(self, call: Callable[[], object]) -> None:
+        """Run `call` when its turn comes, and wait for nothing."""
+        self._executor.submit(call)
 
     def _finish(self, call: Callable[[], T]) -> T:
         result = call()

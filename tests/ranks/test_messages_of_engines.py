@@ -1,0 +1,104 @@
+"""What a leader's engine says along with a step arrives on every rank, in order, and ends with the group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import pytest
+
+from asynchicache import CacheConfig, RankError, UsageError
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.ranks.joining import MAX_MESSAGE, RankGroup
+from asynchicache.ranks.worker import RankWorker
+from asynchicache.testing.seeded import SeededWorld, run_seeded
+from asynchicache.testing.specs import synthetic_spec
+from ranks.seeded_group import seeded_group
+
+SPECS = [synthetic_spec(4, ("kv",))] * 3
+CONFIG = CacheConfig(device_slots={"kv": 8}, host_slots={"kv": 8}, weight_version="a")
+
+Steps = list[tuple[int, bytes]]
+Part = Callable[[SeededWorld, RankGroup, list[RankWorker]], Coroutine[object, object, None]]
+
+
+def in_a_group(part: Part) -> list[asyncio.Task[Steps]]:
+    """Run `part` while each follower listens; what they heard."""
+    listening: list[asyncio.Task[Steps]] = []
+
+    async def main(world: SeededWorld) -> None:
+        storage = [MemoryBackend(MemoryStore()) for _ in SPECS]
+        async with seeded_group(world, SPECS, CONFIG, storage) as (mirror, workers):
+            streams = [device.stream("engine") for device in (world.device() for _ in workers)]
+            listening.extend(
+                asyncio.create_task(heard(worker, stream))
+                for worker, stream in zip(workers, streams, strict=True)
+            )
+            await part(world, mirror.group, workers)
+        await asyncio.wait(listening)
+
+    run_seeded(5, main)
+    return listening
+
+
+async def heard(worker: RankWorker, stream: object) -> Steps:
+    steps = []
+    async for step, message in worker.steps():
+        async with worker.forward(step, stream):  # type: ignore[arg-type]
+            steps.append((step, message))
+    return steps
+
+
+def test_they_arrive_with_their_steps_in_order() -> None:
+    """A step without a message is not among them: its engine has a channel of its own."""
+
+    async def part(world: SeededWorld, group: RankGroup, workers: list[RankWorker]) -> None:
+        assert [group.mark(b"one"), group.mark(), group.mark(b"three"), group.mark(b"four")] == [1, 2, 3, 4]
+        await world.sleep(1)
+
+    for listener in in_a_group(part):
+        assert listener.result() == [(1, b"one"), (3, b"three"), (4, b"four")]
+
+
+def test_a_listener_of_a_failed_group_is_told() -> None:
+    async def part(world: SeededWorld, group: RankGroup, workers: list[RankWorker]) -> None:
+        group.mark(b"one")
+        await world.sleep(1)
+        workers[0]._follower.fail(RankError("of this test"))
+        await world.sleep(1)
+        assert "of this test" in str(group.failure)
+
+    first, second = in_a_group(part)
+    with pytest.raises(RankError, match="of this test"):
+        first.result()
+    with pytest.raises(RankError, match="rank 0 is lost"):
+        second.result()
+
+
+def test_a_forward_that_fails_fails_the_group() -> None:
+    """Its pages may be half written: the leader must not publish them."""
+
+    async def part(world: SeededWorld, group: RankGroup, workers: list[RankWorker]) -> None:
+        stream = world.device().stream("engine")
+        step = group.mark()
+        with pytest.raises(ZeroDivisionError):
+            async with workers[1].forward(step, stream):
+                raise ZeroDivisionError("of this test")
+        await world.sleep(1)
+        assert f"rank 2 failed: forward {step} failed: ZeroDivisionError('of this test')" in str(
+            group.failure
+        )
+
+    in_a_group(part)
+
+
+def test_a_message_has_a_greatest_length() -> None:
+    async def part(world: SeededWorld, group: RankGroup, workers: list[RankWorker]) -> None:
+        assert group.mark(bytes(MAX_MESSAGE)) == 1
+        with pytest.raises(UsageError, match=f"{MAX_MESSAGE + 1} bytes is longer than {MAX_MESSAGE}"):
+            group.mark(bytes(MAX_MESSAGE + 1))
+        assert group.mark(b"two") == 2, "no step was marked by what was refused"
+        await world.sleep(10)
+
+    for listener in in_a_group(part):
+        assert [(step, len(message)) for step, message in listener.result()] == [(1, MAX_MESSAGE), (2, 3)]
