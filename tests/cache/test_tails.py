@@ -234,6 +234,64 @@ def lose(cache: HybridCache, store: MemoryStore, pool: str) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("before", [11, 12], ids=["another tail", "a whole page"])
+@pytest.mark.parametrize("final", [False, True])
+async def test_durable_means_an_end_that_another_page_begins_with(spec, before, final):
+    """In memory that page serves as well; after a restart only what was stored under the end itself does."""
+    store, tokens = MemoryStore(), list(range(12))
+    async with reopened(spec, store) as cache:
+        engine = TokenEngine(cache)
+        await engine.serve(tokens[:before], final=final)
+        async with cache.request(tokens[:10]) as request:
+            await request.load()
+            await request.reserve(10 - request.hit.tokens)
+            ends = page_digests(token_array(request.tokens), 1, namespace_seed(None))
+            engine.compute(request, request.hit.tokens, 10, ends)
+            await request.checkpoint(10, final=True)
+            assert await request.durable()
+    async with reopened(spec, store) as cache:
+        assert await TokenEngine(cache).serve([*tokens[:10], 99]) == 10
+
+
+@pytest.mark.asyncio
+async def test_a_tail_stays_until_the_promise_about_it_is_kept():
+    """A second request ends where the first did; then a third takes what memory there is."""
+    spec, store = synthetic_spec(PAGE, ("kv",)), MemoryStore()
+    small = config(
+        device_slots={"kv": 8},
+        host_slots={"kv": 8},
+        write_policy=WritePolicy.WRITE_BACK,
+        weight_version="test",
+    )
+    async with HybridCache.open(spec, small, storage=MemoryBackend(store)) as cache:
+        engine = TokenEngine(cache)
+        await engine.serve(range(10), final=True)
+        async with cache.request(range(10)) as request:
+            await request.load()
+            await request.reserve(10 - request.hit.tokens)
+            await request.checkpoint(10, final=True)
+            for first in (50, 70, 90):
+                await engine.serve(range(first, first + 12))
+            assert await request.durable()
+    async with HybridCache.open(spec, small, storage=MemoryBackend(store)) as cache:
+        assert await TokenEngine(cache).serve([*range(10), 99]) == 10
+
+
+@pytest.mark.asyncio
+async def test_what_has_left_memory_is_not_promised(spec):
+    """Other weights: nothing tells any more whether the pages of the old ones are in storage."""
+    store = MemoryStore()
+    async with reopened(spec, store) as cache:
+        for length in (3, 8, 10):
+            async with cache.request(range(length)) as request:
+                await request.load()
+                await request.reserve(length - request.hit.tokens)
+                await request.checkpoint(length, final=True)
+                await cache.update_weights(f"of {length}")
+                assert not await request.durable()
+
+
+@pytest.mark.asyncio
 async def test_a_sequence_within_one_page_comes_back_too(spec):
     store = MemoryStore()
     async with reopened(spec, store) as cache:

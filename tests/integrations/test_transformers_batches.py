@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from asynchicache import UsageError
 from asynchicache.integrations.transformers.batches import select, stack
-from asynchicache.integrations.transformers.bridge import PoolCopies
+from asynchicache.integrations.transformers.bridge import PrefixCopies
 from asynchicache.integrations.transformers.calls import Decode, Drop, ModelRank, SequenceMemory
 from asynchicache.integrations.transformers.forward import decode, prefill
 from asynchicache.integrations.transformers.snapshot import new_cache, trim_windows
@@ -119,7 +119,7 @@ async def test_a_dropped_row_leaves_its_batch() -> None:
 class Sequences:
     """Prompts in a model's memory, and what it says to them in one batch."""
 
-    def __init__(self, name: str, copies: PoolCopies, lengths: Sequence[int]) -> None:
+    def __init__(self, name: str, copies: PrefixCopies, lengths: Sequence[int]) -> None:
         self.rank = ModelRank(tiny_model(name), copies)
         for number, length in enumerate(lengths):
             self.rank.sequences[number] = SequenceMemory(filled(name, length, number), length)

@@ -277,7 +277,8 @@ class Request:
         """Device slot of the request's own working state of a pool; the restored state is copied there.
 
         Raises:
-            RequestStateError: before the first `load` or `extend` that found a slot.
+            RequestStateError: before the first `load` or `extend` that found a slot, or after a final
+                checkpoint, which publishes the slot itself.
             KeyError: the pool has no states.
         """
         self._check_own_device("state")
@@ -291,6 +292,8 @@ class Request:
         if pool not in ids:
             raise KeyError(f"{pool!r} is none of the pools with states: {list(ids)}")
         component_id = ids[pool]
+        if component_id not in state.states and state.finished:
+            raise RequestStateError(f"the last checkpoint was final, and published the {pool!r} state slot")
         if component_id not in state.states:
             raise RequestStateError(f"the request has no {pool!r} state slot yet; extend() takes one")
         return state.states[component_id]
@@ -553,9 +556,9 @@ class Request:
         The state is the snapshot taken at `length`; else the working state, if `length` is a whole number
         of pages. Nothing is published after a device failure.
 
-        With the option `tails`, the page that `length` ends in is published too: a copy of it, as the
-        request goes on to fill it, or, if `final`, the page itself, with the working state. So the ticket
-        may be that of a page's copy.
+        With the option `tails`, the page that `length` ends in is published too. If `final`, it is the page
+        itself, with the working state and the window. Otherwise it is a copy, as the request goes on to fill
+        it, and only of models with attention alone. So the ticket may be that of a page's copy.
 
         If an engine owns the device memory, what the host lacks is copied there from the pages that the
         engine names, and published when it has arrived; storage follows by the write policy. The engine keeps

@@ -261,8 +261,8 @@ class StorageWriter:
         Pages that it has lost, or that were not written for lack of room, are written once more.
 
         Returns:
-            False if some pages cannot be stored, a checkpoint could not be published, or its state or window
-            lost its place in memory before it was written.
+            False if some pages cannot be stored, a checkpoint could not be published, or its state, window or
+            tail lost its place in memory before it was written.
         """
         *earlier, last = self._planner.published_ends(request)
         self._awaited[last] += 1
@@ -271,6 +271,8 @@ class StorageWriter:
                 for node in (*earlier, last):
                     if not await self._path_written(request, node):
                         return False
+                if any(map(_removed, earlier)):  # while a later one was written
+                    return False
                 there = await self.confirm(last, earlier)
                 if there or there is None:
                     # A state that lost its slot before it was written cannot be resumed after a restart.
@@ -285,6 +287,8 @@ class StorageWriter:
         tried = waits = False
         try:
             while self._storage and not (request.unpublished or self._executor.stopped):
+                if _removed(node):
+                    return False
                 if waits and self._backups.failures[node] >= _URGENT_WRITES:
                     return False  # parts that evict each other would be copied and written for ever
                 if self.clearing or self._backups.in_flight(node):
@@ -304,7 +308,8 @@ class StorageWriter:
                 else:
                     tried = True
                     self._executor.run(self._backups.backup(node))
-                    self.store(node, wait=True)
+                    if not _removed(node):  # room for the copies may have been made with it
+                        self.store(node, wait=True)
             return False
         finally:
             if waits:
@@ -386,6 +391,11 @@ class StorageWriter:
             self.clearing -= 1
             self._backups.forget_stored()  # also after a failure: it may have removed some pages
             self._executor.notify()
+
+
+def _removed(node: Node) -> bool:
+    """Whether a node is no longer in the tree; roots have no parent either, but no pages."""
+    return node.parent is None and node.pages > 0
 
 
 def _on_one_path(node: Node, other: Node) -> bool:

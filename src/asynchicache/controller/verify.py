@@ -93,10 +93,12 @@ def _leftovers(state: CacheState, in_flight: InFlightWork) -> Iterator[str]:
         status = "closed, and its slots are still in use" if request.closed else "open"
         made = f", made at {request.made_at}" if request.made_at else ""
         yield f"a request of {len(request.tokens)} tokens is {status}: pages {request.own_pages()}{made}"
-    if in_flight.active or state.tier_copies or state.locked or in_flight.calls:
+    ended = sum(task.done() for task in in_flight.calls)  # whose callbacks run in this turn of the loop
+    active, calls = in_flight.active - ended, len(in_flight.calls) - ended
+    if active or state.tier_copies or state.locked or calls:
         yield (
-            f"{len(state.tier_copies)} copies and {len(in_flight.calls)} storage calls are in flight, "
-            f"{len(state.locked)} paths are kept for some, {in_flight.active} are counted"
+            f"{len(state.tier_copies)} copies and {calls} storage calls are in flight, "
+            f"{len(state.locked)} paths are kept for some, {active} are counted"
         )
     for free in state.free:
         if free.quarantined:

@@ -43,11 +43,16 @@ class TailPlanner:
             )
             return (self._hand_over(request, node, length) if final and complete else None), None
         found = tails.find(self._tree, node, request.tokens, length)
-        if found is not None and found.tokens == count:
-            tails.use(self._tree, found, request.lease.credit)
-            return (found.node if found.node.tail == count else None), None
+        known = found if found is not None and found.tokens == count else None
         if final:
-            return self._hand_over(request, node, length), None
+            tail = self._hand_over(request, node, length)
+            if known is not None and known.node is not tail:
+                # A page that goes on serves as well, in memory. Storage is asked for the end itself.
+                tails.supersede(self._tree, tail)
+            return tail, None
+        if known is not None:
+            tails.use(self._tree, known, request.lease.credit)
+            return (known.node if known.node.tail == count else None), None
         return self._fork(request, node, length)
 
     def _hand_over(self, request: RequestState, node: Node, length: int) -> Node:

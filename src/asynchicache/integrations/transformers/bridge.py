@@ -63,7 +63,7 @@ class NewSlots(msgspec.Struct, frozen=True, array_like=True):
     inside: bool
 
 
-class PoolCopies:
+class PrefixCopies:
     """Copies between one rank's pools and the memory of its model. Methods may run on the model's thread.
 
     Attributes:
@@ -160,7 +160,9 @@ class CacheBridge:
     ) -> None:
         spec = spec or cache.spec
         names = {pool.name: f"{prefix}_{pool.name}" if prefix else pool.name for pool in spec.pools}
-        self.copies = PoolCopies(config, spec, lambda pool, tensor: cache.device_tensor(names[pool], tensor))
+        self.copies = PrefixCopies(
+            config, spec, lambda pool, tensor: cache.device_tensor(names[pool], tensor)
+        )
         self.tails = cache.tails
         self._page_size = spec.page_size
         self._full, *others = spec.owners
@@ -228,6 +230,6 @@ class CacheBridge:
         """Copy what `new_slots` names.
 
         Call it after a forward that ended at `stop`, before `request.checkpoint(stop)` or
-        `request.snapshot(stop)`. Arguments and errors are those of `new_slots` and `PoolCopies.save`.
+        `request.snapshot(stop)`. Arguments and errors are those of `new_slots` and `PrefixCopies.save`.
         """
         self.copies.save(memory, stop, self.new_slots(request, start, stop), row=row, states=states)

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from asynchicache.errors import RankError
 from asynchicache.integrations.transformers.batches import select, stack
-from asynchicache.integrations.transformers.bridge import HitSlots, NewSlots, PoolCopies
+from asynchicache.integrations.transformers.bridge import HitSlots, NewSlots, PrefixCopies
 from asynchicache.integrations.transformers.forward import decode, feed
 from asynchicache.integrations.transformers.snapshot import SavedStates, save_states, trim_windows
 from asynchicache.integrations.transformers.thread import ModelThread
@@ -122,7 +122,7 @@ class ModelRank:
         sequences: by number.
     """
 
-    def __init__(self, model: PreTrainedModel, copies: PoolCopies) -> None:
+    def __init__(self, model: PreTrainedModel, copies: PrefixCopies) -> None:
         self.sequences: dict[int, SequenceMemory] = {}
         self._model = model
         self._copies = copies

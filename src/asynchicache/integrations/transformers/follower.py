@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from asynchicache.config import CacheConfig
 from asynchicache.errors import RankProtocolError
-from asynchicache.integrations.transformers.bridge import PoolCopies
+from asynchicache.integrations.transformers.bridge import PrefixCopies
 from asynchicache.integrations.transformers.calls import ModelCall, ModelRank
 from asynchicache.integrations.transformers.prefill_runner import check_model
 from asynchicache.integrations.transformers.thread import ModelThread
@@ -58,7 +58,7 @@ async def run_follower(
             spec, config, address, token, rank=rank, limits=limits, storage=storage, device=device
         )
         async with joining as worker:
-            part = ModelRank(model, PoolCopies(model.config, spec, worker.device_tensor))
+            part = ModelRank(model, PrefixCopies(model.config, spec, worker.device_tensor))
             with ModelThread(model.device) as thread:
                 async for step, message in worker.steps():
                     call = _decoded(decoder, message)
