@@ -151,6 +151,8 @@ class StorageWriter:
         """
         if not self._storage:
             return
+        if _removed(node):  # room for the copies of its path may have been made with it
+            return
         if self._state.tree.pages_without_digests(node) > SLICE_PAGES:
             period = self._planner.activity.period if period is None else period
             self._executor.call(self._store_later(node, period, wait), period)
@@ -286,9 +288,7 @@ class StorageWriter:
         """Wait until the path to `node` is marked stored, with the window and state that its end needs."""
         tried = waits = False
         try:
-            while self._storage and not (request.unpublished or self._executor.stopped):
-                if _removed(node):
-                    return False
+            while self._storage and not (request.unpublished or self._executor.stopped or _removed(node)):
                 if waits and self._backups.failures[node] >= _URGENT_WRITES:
                     return False  # parts that evict each other would be copied and written for ever
                 if self.clearing or self._backups.in_flight(node):
@@ -308,8 +308,7 @@ class StorageWriter:
                 else:
                     tried = True
                     self._executor.run(self._backups.backup(node))
-                    if not _removed(node):  # room for the copies may have been made with it
-                        self.store(node, wait=True)
+                    self.store(node, wait=True)
             return False
         finally:
             if waits:

@@ -107,8 +107,11 @@ class ChaosEngine:
         tensors = self.cache.spec.pool(part.pool).tensors
         return bool(part.slots) and (layer is None or any(layer in tensor.layers for tensor in tensors))
 
-    async def promised(self, request: Request, tenant: str | None, length: int) -> None:
-        """Wait until `length` tokens of a request are in storage. If `durable()` is True, check the store."""
+    async def promised(self, request: Request, tenant: str | None, length: int, *, final: bool) -> None:
+        """Wait until `length` tokens of a request are in storage. If `durable()` is True, check the store.
+
+        `final`: the request is finished, so storage has its last page too, if ends may be inside one.
+        """
         self.did("durable")
         seed, size = namespace_seed(tenant), self.cache.spec.page_size
         tokens = request.tokens[: length // size * size]
@@ -124,6 +127,8 @@ class ChaosEngine:
                 ends = any(not node.tail for node in resumable)
                 path = self.hits.path(tokens, seed, len(tokens) // size, ends=ends)
                 tails = [key for node in resumable if node.tail for key in self.hits.tail_keys(node)]
+                if final and self.cache.tails:
+                    tails += self.hits.end_keys(request.tokens[:length], seed)
                 path = path._replace(ends=[*path.ends, *tails])
                 self._promises.made(DurablePrefix(self.identity, tenant, tuple(tokens)), path, gone)
 
@@ -240,7 +245,7 @@ class Forwards:
         engine.did("checkpoint")
         await self._follow(self._publish(self.done, final=turn.final))
         if turn.durable:
-            await engine.promised(request, turn.tenant, self.done)
+            await engine.promised(request, turn.tenant, self.done, final=turn.final)
 
     async def _forward(self, stop: int) -> None:
         """Compute a chunk of a prompt in as few forwards as capacity allows, each followed by its pace."""

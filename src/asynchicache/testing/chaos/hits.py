@@ -38,6 +38,7 @@ from asynchicache.testing.chaos.presence import (
 )
 from asynchicache.testing.chaos.recency import RecencyOracle, StoredPath
 from asynchicache.testing.chaos.storage import ChaosStorage
+from asynchicache.tree import tails
 from asynchicache.tree.node import FULL, FULL_HOST, Node, SlotPlace, component_of, place_of
 from asynchicache.types import ALL_PAGES, MissReason, PrefetchPolicy, Tier
 
@@ -398,6 +399,16 @@ class HitOracle:
         digests = self._tree.digests(node) if node.parent is not None else []
         there = [n for n in range(self._tree.width) if self._state.free[place_of(n, Tier.HOST)].capacity]
         return [key for n in there for digest in digests for key in self._keys(n, digest)]
+
+    def end_keys(self, tokens: array[int], seed: bytes) -> list[ObjectKey]:
+        """Keys of the page that `tokens` end in, as a finished request of attention alone leaves it; none if
+        that is full. Others leave one only if they have states or windows there."""
+        pages, count = divmod(len(tokens), self._size)
+        if not count or self._tree.components:
+            return []
+        *_, prior = [seed, *page_digests(tokens[: pages * self._size], self._size, seed)]
+        rest = tokens[pages * self._size :].tobytes()
+        return self._keys(FULL, tail_digests([tails.padded(rest, count, self._tree)], prior)[0])
 
     def _keys(self, component_id: int, digest: bytes) -> list[ObjectKey]:
         keys = [self._storage.key(pool, digest) for pool in self._state.sharing(component_id)]
