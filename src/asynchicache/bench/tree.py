@@ -22,6 +22,7 @@ from asynchicache.errors import ConfigError
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.tree.eviction import evict
 from asynchicache.tree.node import FULL, FULL_DEVICE, Node, SlotPlace, place_of
+from asynchicache.tree.policies import EVICTION
 from asynchicache.tree.radix_tree import Inserted, Match, Pages, UnifiedRadixTree
 from asynchicache.types import Tier, trailing_pages
 
@@ -32,11 +33,13 @@ REPEATS = 9
 
 SETS: Mapping[str, tuple[str, ...]] = {
     "full": (),
+    "full, lru": (),
     "full+mamba": ("mamba",),
     "full+swa": ("swa",),
     "full+swa+mamba": ("swa", "mamba"),
 }
-"""Per set, the pools beside the full one: `mamba` has states at ends of turns, `swa` pages of a window."""
+"""Per set, the pools beside the full one: `mamba` has states at ends of turns, `swa` pages of a window. One
+is evicted in the order of LRU, to compare the default with."""
 
 
 class SetResult(TypedDict):
@@ -98,7 +101,7 @@ def run_tree(
     chat = list(turns(workload))
     window_pages = -(-window // page_size)
     sets = {
-        name: _TreeBench(chat, fill, _ToyModel(page_size, pools, window_pages))
+        name: _TreeBench(chat, fill, _ToyModel(page_size, pools, window_pages, _eviction(name)))
         for name, pools in SETS.items()
     }
     for _ in range(REPEATS):
@@ -119,6 +122,11 @@ def run_tree(
     )
 
 
+def _eviction(name: str) -> str:
+    """The policy of a set."""
+    return "lru" if name.endswith("lru") else EVICTION
+
+
 def _workload(scenario: str, seed: int | None) -> ChatWorkload:
     if scenario not in SCENARIOS:
         raise ConfigError(f"scenario {scenario!r} is none of {sorted(SCENARIOS)}")
@@ -137,15 +145,18 @@ def _check(page_size: int, fill: str, window: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ToyModel:
-    """The configuration of a tree: its pools besides the full one, and the pages of a window."""
+    """The configuration of a tree: its pools besides the full one, the pages of a window, and its policy."""
 
     page_size: int
     pools: Sequence[str]
     window_pages: int
+    eviction: str
 
     def tree(self, capacity: int) -> UnifiedRadixTree:
         coverages = [trailing_pages(self.window_pages if pool == "swa" else 1) for pool in self.pools]
-        return UnifiedRadixTree(self.page_size, coverages, windows=self.windows, capacity=capacity)
+        return UnifiedRadixTree(
+            self.page_size, coverages, windows=self.windows, eviction=self.eviction, capacity=capacity
+        )
 
     @property
     def windows(self) -> list[int]:
