@@ -74,11 +74,14 @@ class OtherRanks(Protocol):
         spec: ModelSpec,
         config: CacheConfig,
         slots: Mapping[str, tuple[int, int]],
+        memory: FreeMemory,
         now: Callable[[], float],
         pages: Mapping[str, int] | None,
     ) -> Mapping[str, tuple[int, int]]:
-        """Wait for all ranks; returns the slots by pool that every rank has memory for. `pages`: those of an
-        engine that owns the device memory."""
+        """Wait for all ranks; returns the slots by pool that every rank has memory for.
+
+        `memory`: what is free here; `pages`: those of an engine that owns the device memory.
+        """
         ...
 
     @property
@@ -655,9 +658,10 @@ async def _open_parts(
     if device is None:
         device = open_device(config)
         kept.callback(device.close)
-    slots, plan = _slots(spec, config, free_memory(device), pages, alone=group is None)
+    memory = free_memory(device)
+    slots, plan = _slots(spec, config, memory, pages, alone=group is None)
     if group is not None:
-        slots = dict(await group.agree(spec, config, slots, port.now, pages))
+        slots = dict(await group.agree(spec, config, slots, memory, port.now, pages))
     memories, on_host = await _allocate(spec, slots, plan, device, config, port, kept, engine, group)
     if owned:  # closes before the memory: a failed device may still run copies
         kept.callback(device.close)

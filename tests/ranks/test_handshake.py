@@ -32,7 +32,7 @@ def test_the_least_sizes_are_agreed() -> None:
     assert list(group.missing) == [2]
     group.join(hello(2, slots={"kv": (12, 15)}))
     assert not group.missing
-    assert group.agreed() == {"kv": (8, 15)}
+    assert group.agreed({}) == {"kv": (8, 15)}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ TOKENS_PER_STATE = 4096
 to 32,000 on coding agents. Too many tokens a state cost little, too few cost tens of points."""
 
 _AUTO_DEVICE_SHARE = 0.3
-_HOST_SHARE = 0.8
+HOST_SHARE = 0.8
+"""The share of the free host memory that host slots may take."""
 
 
 class SizeOptions(Options, frozen=True, kw_only=True):
@@ -66,7 +67,7 @@ def plan_slots(spec: ModelSpec, options: SizeOptions, memory: FreeMemory) -> dic
     need = _total(spec, device, host=False)
     if need > memory.device:
         raise _too_much("device", need, memory.device, "device_slots or device_bytes")
-    room = int((memory.host - need if memory.shared else memory.host) * _HOST_SHARE)
+    room = int((memory.host - need if memory.shared else memory.host) * HOST_SHARE)
     host = _host_slots(spec, options, device, room)
     need = _total(spec, host, host=True)
     if need > room:
@@ -97,7 +98,7 @@ def plan_host_slots(
     _check(spec, options)
     if options.device_slots or options.device_bytes is not None:
         raise ConfigError("device_slots and device_bytes do not apply: an engine owns the device memory")
-    room = int(memory.host * _HOST_SHARE)
+    room = int(memory.host * HOST_SHARE)
     host = _host_slots(spec, options, pages, room)
     need = _total(spec, host, host=True)
     if need > room:
@@ -105,7 +106,7 @@ def plan_host_slots(
     if shared is not None:
         host |= {name: shared.slots(name) for name in shared.slot_bytes}
     for name, count in host.items():
-        least = max(_window(spec.pool(name)), 1)
+        least = max(window_pages(spec.pool(name)), 1)
         if count < least:
             raise ConfigError(
                 f"pool {name!r} has {count} host slots; one request needs {least} at least, and without them "
@@ -175,7 +176,7 @@ def plan_shared_host(
         engine: an engine owns the device slots, which are allocated already.
     """
     taken = _total(spec, device, host=False) if memory.shared and not engine else 0
-    wanted, share = _wanted_slots(spec, options, device, int((memory.host - taken) * _HOST_SHARE))
+    wanted, share = _wanted_slots(spec, options, device, int((memory.host - taken) * HOST_SHARE))
     names = [name for name, count in wanted.items() if count]
     if not options.share_host or len(names) < 2:
         return None
@@ -199,12 +200,12 @@ def plan_shared_host(
 
 def _wanted_on_host(pool: PoolSpec, device: int, ratio: float) -> int:
     """Host slots by the ratio; at least one window, unless the ratio is 0."""
-    return max(math.ceil(device * ratio), _window(pool)) if ratio else 0
+    return max(math.ceil(device * ratio), window_pages(pool)) if ratio else 0
 
 
 def _whole_windows(pool: PoolSpec, count: int) -> int:
     """`count`, or 0 if it is less than one window and so useless: the pool then stays on the device."""
-    return count if count >= _window(pool) else 0
+    return count if count >= window_pages(pool) else 0
 
 
 def pages_per_state(spec: ModelSpec, tokens: int) -> int:
@@ -216,17 +217,17 @@ def weight(pool: PoolSpec, pages_per_state: int) -> int:
     """Slots of a pool for `pages_per_state` pages that can be resumed only at their end."""
     if not pool.per_token:
         return 1
-    return min(_window(pool) or pages_per_state, pages_per_state)
+    return min(window_pages(pool) or pages_per_state, pages_per_state)
 
 
-def _window(pool: PoolSpec) -> int:
+def window_pages(pool: PoolSpec) -> int:
     """Pages of the pool's window; 0 without a window."""
     return pool.coverage.pages or 0 if pool.per_token else 0
 
 
 def _least(pool: PoolSpec) -> int:
     """Slots that one request needs: one slot, or a window and the page being written."""
-    return _window(pool) + 1
+    return window_pages(pool) + 1
 
 
 def _divide(spec: ModelSpec, pools: list[PoolSpec], budget: int, pages_per_state: int) -> dict[str, int]:

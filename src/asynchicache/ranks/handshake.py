@@ -13,12 +13,10 @@ from importlib.metadata import version
 
 from asynchicache.config import CacheConfig
 from asynchicache.errors import RankError
+from asynchicache.ranks.host_sizes import HostNeed, Slots, fitted
 from asynchicache.ranks.messages import PROTOCOL, Hello
 from asynchicache.ranks.sharing import sharing_ranks
 from asynchicache.specs import ModelSpec
-
-SlotCounts = Mapping[str, tuple[int, int]]
-"""By pool that owns slots, its (device, host) slots."""
 
 
 def build_of(spec: ModelSpec, config: CacheConfig, *, engine: bool = False) -> dict[str, str]:
@@ -44,16 +42,25 @@ class Members:
         build: of the leader.
         slots: of the leader.
         ranks: how many ranks the group has, the leader included.
+        need: what the slots of the leader cost of the memory of its host.
         engine: the device slots are pages of an engine's, which the leader names: every rank needs them all.
     """
 
     def __init__(
-        self, token: str, build: Mapping[str, str], slots: SlotCounts, ranks: int, *, engine: bool = False
+        self,
+        token: str,
+        build: Mapping[str, str],
+        slots: Slots,
+        ranks: int,
+        need: HostNeed = HostNeed(),  # noqa: B008 - immutable
+        *,
+        engine: bool = False,
     ) -> None:
         self._token = token
         self._build = build
         self._slots = slots
         self._ranks = ranks
+        self._need = need
         self._engine = engine
         self._joined: dict[int, Hello] = {}
 
@@ -95,11 +102,18 @@ class Members:
         """By rank, those that share host memory with it; `leader`: the key of rank 0."""
         return sharing_ranks({0: leader} | {rank: hello.shares for rank, hello in self._joined.items()})
 
-    def agreed(self) -> dict[str, tuple[int, int]]:
-        """The least slots of all ranks, by pool and tier; none on the device if engines own that."""
+    def agreed(self, sharing: Mapping[int, Sequence[int]]) -> dict[str, tuple[int, int]]:
+        """The least slots of all ranks, by pool and tier, as many as each host has memory for; none on the
+        device if engines own that. `sharing`: what the method returns, or nothing.
+
+        Raises:
+            RankError: the memory of a host does not suffice for what was chosen; names its ranks.
+        """
         every = [self._slots, *(hello.slots for hello in self._joined.values())]
         least = {
             name: (min(one[name][0] for one in every), min(one[name][1] for one in every))
             for name in self._slots
         }
-        return {name: (0, host) for name, (_, host) in least.items()} if self._engine else least
+        needs = {0: self._need} | {rank: hello.need for rank, hello in self._joined.items()}
+        fit = fitted(least, needs, sharing)
+        return {name: (0, host) for name, (_, host) in fit.items()} if self._engine else fit

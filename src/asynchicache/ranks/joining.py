@@ -17,9 +17,11 @@ from asynchicache.controller.tasks import OwnedTasks
 from asynchicache.errors import RankError, RankLostError, RankProtocolError, StorageError, UsageError
 from asynchicache.pools.host import HostPool
 from asynchicache.pools.shared import share
+from asynchicache.pools.sizing import FreeMemory
 from asynchicache.ranks.frames import FrameReader, FrameWriter
 from asynchicache.ranks.group import GroupStorage, GroupTransfers
 from asynchicache.ranks.handshake import Members, build_of
+from asynchicache.ranks.host_sizes import need_of
 from asynchicache.ranks.leader import RankLeader
 from asynchicache.ranks.links import Address, Link, listen
 from asynchicache.ranks.messages import (
@@ -201,6 +203,7 @@ class RankGroup:
         spec: ModelSpec,
         config: CacheConfig,
         slots: Mapping[str, tuple[int, int]],
+        memory: FreeMemory,
         now: Callable[[], float],
         pages: Mapping[str, int] | None = None,
     ) -> dict[str, tuple[int, int]]:
@@ -209,6 +212,7 @@ class RankGroup:
         Args:
             spec, config: of the leader.
             slots: its (device, host) slots, by pool.
+            memory: its free memory.
             now: a monotonic clock, in seconds.
             pages: by pool, the device pages of its engine, if an engine owns the device memory.
 
@@ -226,7 +230,12 @@ class RankGroup:
         if pages is not None:
             slots = {name: (pages[name], host) for name, (_, host) in slots.items()}
         members = self._members = Members(
-            self._token, build_of(spec, config, engine=engine), slots, ranks, engine=engine
+            self._token,
+            build_of(spec, config, engine=engine),
+            slots,
+            ranks,
+            need_of(spec, config, memory, engine=engine),
+            engine=engine,
         )
         self._opened.set()
         try:
@@ -241,12 +250,15 @@ class RankGroup:
         if self._error is not None:
             await self._refuse_all(self._error)
             raise self._error
-        agreed = members.agreed()
+        if self._share_host:
+            self._sharing = members.sharing(sharing_key(spec, config.host_layout))
+        try:
+            agreed = members.agreed(self._sharing)
+        except RankError as error:
+            await self._refuse_all(error)
+            raise
         incarnation = secrets.randbits(32)
         self._leader = RankLeader(sorted(self._links), incarnation, now)
-        self._sharing = members.sharing(sharing_key(spec, config.host_layout) if self._share_host else "")
-        if not self._share_host:
-            self._sharing = {}
         self._share = share_of(spec, 0, self._sharing.get(0, []))
         for rank, hand in self._links.items():
             hand.send(Welcome(incarnation, agreed, self.limits.heartbeat, self._sharing.get(rank, [])))

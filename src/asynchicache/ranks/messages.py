@@ -15,6 +15,7 @@ import msgspec
 from asynchicache.errors import RankProtocolError
 from asynchicache.hashing import DIGEST_BYTES
 from asynchicache.pools.shared import HostHandle
+from asynchicache.ranks.host_sizes import HostNeed
 from asynchicache.types import Direction, MissReason, Outcome, Tier
 
 PROTOCOL = 4
@@ -288,6 +289,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         build: what every rank must agree on, by name: versions, page size, layouts, pools.
         slots: by pool that owns slots, the (device, host) slots that this rank has memory for.
         shares: equal for ranks that can share the host memory of replicated pools; empty: with none.
+        need: what the slots cost of the memory of its host.
     """
 
     protocol: int
@@ -296,6 +298,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     build: dict[str, str]
     slots: dict[str, tuple[int, int]]
     shares: str = ""
+    need: HostNeed = HostNeed()
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

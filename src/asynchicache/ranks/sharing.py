@@ -59,15 +59,22 @@ def replicated_pools(spec: ModelSpec) -> list[PoolSpec]:
     return [pool for pool in spec.pools if pool.replicated]
 
 
+def host_of() -> str:
+    """What processes have in common that use the same host memory; empty if that is not known."""
+    try:
+        return f"{_BOOT.read_text().strip()} {_NAMESPACE.readlink()}"
+    except OSError:  # no /proc
+        return ""
+
+
 def sharing_key(spec: ModelSpec, layout: HostLayout) -> str:
     """What ranks have in common that can share host memory: the host, the user, and the bytes of replicated
     pools, which other pipeline stages and other context-parallel ranks do not have. Empty if there is nothing
     to share."""
-    pools = replicated_pools(spec)
-    try:
-        place = [_BOOT.read_text(), str(_NAMESPACE.readlink()), str(os.getuid())]
-    except OSError:  # no /proc, through which the memory is found
+    pools, host = replicated_pools(spec), host_of()
+    if not host:  # there is no /proc, through which the memory is found
         return ""
+    place = [host, str(os.getuid())]
     bytes_of = [f"{SlotLayout.of(pool, spec.page_size, layout).signature()} {pool.shard}" for pool in pools]
     return sha256("\n".join(place + bytes_of).encode()).hexdigest() if pools else ""
 

@@ -25,6 +25,7 @@ from asynchicache.pools.sizing import FreeMemory, plan_host_slots, plan_slots
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.ranks.follower import AppliedStep, RankFollower
 from asynchicache.ranks.handshake import build_of
+from asynchicache.ranks.host_sizes import need_of
 from asynchicache.ranks.joining import HandshakeLink
 from asynchicache.ranks.links import Address, Link, connect
 from asynchicache.ranks.messages import PROTOCOL, Hello, MemoryHandles, Ready, Refused, Welcome
@@ -238,10 +239,12 @@ async def _greet(
     Raises:
         RankError: the leader refuses this rank, or does not answer.
     """
-    slots = _proposed_slots(spec, config, free_memory(device), engine)
+    memory = free_memory(device)
+    slots = _proposed_slots(spec, config, memory, engine)
     shares = sharing_key(spec, config.host_layout)
     build = build_of(spec, config, engine=engine is not None)
-    hand.send(Hello(PROTOCOL, token, rank, build, slots, shares))
+    need = need_of(spec, config, memory, engine=engine is not None)
+    hand.send(Hello(PROTOCOL, token, rank, build, slots, shares, need))
     answer = await hand.receive(2 * limits.joining)
     if isinstance(answer, Refused):
         raise RankError(f"the leader refuses rank {rank}: {answer.error}")
