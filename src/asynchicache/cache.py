@@ -658,10 +658,7 @@ async def _open_parts(
     if device is None:
         device = open_device(config)
         kept.callback(device.close)
-    memory = free_memory(device)
-    slots, plan = _slots(spec, config, memory, pages, alone=group is None)
-    if group is not None:
-        slots = dict(await group.agree(spec, config, slots, memory, port.now, pages))
+    slots, plan = await _agreed_slots(spec, config, free_memory(device), pages, port, group)
     memories, on_host = await _allocate(spec, slots, plan, device, config, port, kept, engine, group)
     if owned:  # closes before the memory: a failed device may still run copies
         kept.callback(device.close)
@@ -760,6 +757,21 @@ def _for_engine(config: CacheConfig, engine: EngineMemory | RemoteCopies, *, alo
             raise ConfigError("RemoteCopies with a group: copies of a group run in the process of each rank")
         return msgspec.structs.replace(config, device="cpu", inline=True)  # no work runs on it
     return msgspec.structs.replace(config, device=engine.device)
+
+
+async def _agreed_slots(
+    spec: ModelSpec,
+    config: CacheConfig,
+    memory: FreeMemory,
+    pages: Mapping[str, int] | None,
+    port: Port,
+    group: OtherRanks | None,
+) -> tuple[dict[str, tuple[int, int]], ExtentPlan | None]:
+    """As `_slots`; of a group, those that every rank has memory for."""
+    slots, plan = _slots(spec, config, memory, pages, alone=group is None)
+    if group is not None:
+        slots = dict(await group.agree(spec, config, slots, memory, port.now, pages))
+    return slots, plan
 
 
 def _slots(

@@ -85,6 +85,8 @@ class CacheConfig(SizeOptions, frozen=True, kw_only=True):
         storage_options: the backend's own.
         storage_limits: patience with the backend, see `storage.limits.PoolLimits`.
         store_bytes: bytes of storage writes in flight; more is shed. Default: 1 GiB.
+        store_parts: store pages as so many tensor-parallel ranks would, so that groups of other sizes find
+            them (`ModelSpec.shard`). Default: 0, as this rank holds them.
         weight_version: names the weights, so that pages of others are never taken for theirs. Required
             with storage.
         salt: keeps this cache's pages apart from others' in the same storage. Default: empty.
@@ -111,6 +113,7 @@ class CacheConfig(SizeOptions, frozen=True, kw_only=True):
     storage_options: dict[str, Any] = {}  # noqa: RUF012  copied for each struct
     storage_limits: PoolLimits = PoolLimits()
     store_bytes: Positive = 1 << 30
+    store_parts: Natural = 0
     weight_version: str | None = None
     salt: str = ""
     rank: Natural = 0
@@ -150,6 +153,7 @@ class CacheConfig(SizeOptions, frozen=True, kw_only=True):
             storage_options: Mapping[str, Any] = ...,
             storage_limits: PoolLimits | Mapping[str, object] = ...,
             store_bytes: int | str = ...,
+            store_parts: int = ...,
             weight_version: str | None = ...,
             salt: str = ...,
             rank: int = ...,

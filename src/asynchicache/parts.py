@@ -17,6 +17,7 @@ from asynchicache.pools.sizing import FreeMemory
 from asynchicache.ports import Port
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.binding import SlotBinding
+from asynchicache.storage.divided import STAGED_PAGES, DividedPool, DividedStorage, StoredPart
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.streams.base import Device
 from asynchicache.streams.cuda import CudaDevice
@@ -69,9 +70,31 @@ async def attach_storage(
     owned = storage is None
     if storage is None:  # last, so that no earlier failure leaves it open
         storage = open_backend(config.storage or "", config.storage_options, port)
+    if config.store_parts:
+        storage = DividedStorage(storage, _divided(spec, config, hosts), port)
     return await AttachedStorage.open(
         storage, bindings, port, config.storage_limits, owned=owned, read_only=others
     )
+
+
+def _divided(spec: ModelSpec, config: CacheConfig, hosts: Mapping[str, HostPool]) -> dict[str, DividedPool]:
+    """By pool that tensor-parallel ranks divide, the parts that its pages are stored as.
+
+    Raises:
+        ConfigError: the model cannot be divided so.
+    """
+    if config.ranks > 1:
+        raise ConfigError("store_parts: give each rank its pools (ModelSpec.shard), not the option ranks")
+    found: dict[str, dict[str, StoredPart]] = {}
+    for part in spec.stored_as(config.store_parts):
+        for name, rows in part.rows.items():
+            pool = part.spec.pool(name)
+            if hosts[name].slots and pool.shard != spec.pool(name).shard:
+                staging = HostPool(pool, spec.page_size, STAGED_PAGES, pin=False, layout=config.host_layout)
+                keys = _identity(part.spec, name, config)
+                binding = SlotBinding(staging, *keys, depends_on=spec.depends_on(name))
+                found.setdefault(name, {})[pool.shard] = StoredPart(binding, staging, rows)
+    return {name: DividedPool(hosts[name], list(parts.values())) for name, parts in found.items()}
 
 
 def _identity(spec: ModelSpec, name: str, config: CacheConfig) -> tuple[bytes, str]:

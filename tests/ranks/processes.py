@@ -16,6 +16,7 @@ from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.options import RankLimits
 from asynchicache.specs import ModelSpec
 from asynchicache.testing.oracle import ByteOracle
+from asynchicache.testing.paged import PagedMemory
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import token_array
 
@@ -23,6 +24,8 @@ PAGE = 4
 SPEC = synthetic_spec(PAGE, ("kv",))
 REPLICATED = replace(SPEC, pools=(replace(SPEC.pools[0], replicated=True),))
 TOKEN = "of this test"
+PAGES = {"kv": 16}
+"""Pages of an engine that owns its device memory, on every rank."""
 
 
 def spec_of(*, replicated: bool) -> ModelSpec:
@@ -33,9 +36,13 @@ def shard(spec: ModelSpec, rank: int, pool: str) -> str:
     return "" if spec.pool(pool).replicated else f"shard {rank}/{pool}"
 
 
-def config(rank: int, ranks: int) -> CacheConfig:
+def config(rank: int, ranks: int, *, paged: bool = False) -> CacheConfig:
     return CacheConfig(
-        device_slots={"kv": 64}, host_slots={"kv": 64}, weight_version="test", rank=rank, ranks=ranks
+        device_slots={} if paged else {"kv": 64},
+        host_slots={"kv": 64},
+        weight_version="test",
+        rank=rank,
+        ranks=ranks,
     )
 
 
@@ -43,12 +50,18 @@ class ProcessGroup:
     """A leader in this process, and its followers."""
 
     def __init__(
-        self, group: RankGroup, cache: HybridCache, followers: Sequence[asyncio.subprocess.Process]
+        self,
+        group: RankGroup,
+        cache: HybridCache,
+        followers: Sequence[asyncio.subprocess.Process],
+        engine: PagedMemory | None = None,
     ) -> None:
         self.group = group
         self.cache = cache
         self.followers = followers
-        self._oracle = ByteOracle(cache.spec, cache.device_tensor, lambda pool: shard(cache.spec, 0, pool))
+        self._engine = engine
+        tensors = cache.device_tensor if engine is None else engine.tensor
+        self._oracle = ByteOracle(cache.spec, tensors, lambda pool: shard(cache.spec, 0, pool))
 
     async def serve(self, tokens: Sequence[int]) -> int:
         """Serve a prompt on all ranks; the tokens of its hit, whose bytes are right on each of them."""
@@ -66,6 +79,26 @@ class ProcessGroup:
             assert wrong == 0
             await request.checkpoint(len(tokens))
         return hit
+
+    async def serve_paged(self, tokens: Sequence[int]) -> int:
+        """As `serve`, in pages of the engine, which it uses again as soon as the cache allows."""
+        assert self._engine is not None
+        digests, whole = page_digests(token_array(tokens), PAGE, namespace_seed(None)), len(tokens) // PAGE
+        pages = self._engine.take("kv", whole)
+        try:
+            async with self.cache.request(tokens) as request:
+                await request.prefetch()
+                await request.load(into={"kv": pages[: request.hit.tokens // PAGE]})
+                hit = request.hit.tokens
+                known = hit // PAGE
+                wrong = await self._forward(
+                    pages[:known], digests[:known], pages[known:], digests[known:whole]
+                )
+                assert wrong == 0
+                await request.checkpoint(whole * PAGE, pages={"kv": pages})
+            return hit
+        finally:
+            self._engine.give("kv", pages)
 
     async def _forward(
         self, reads: list[int], known: Sequence[bytes], writes: list[int], fresh: Sequence[bytes]
@@ -96,19 +129,28 @@ def _part(slots: list[int], digests: Sequence[bytes]) -> tuple[str, list[int], l
 
 @asynccontextmanager
 async def processes(
-    folder: Path, ranks: int, *, replicated: bool = False, **limits: float
+    folder: Path, ranks: int, *, replicated: bool = False, paged: bool = False, **limits: float
 ) -> AsyncIterator[ProcessGroup]:
+    """`paged`: engines own the device memory."""
     address = f"unix:{folder / 'group'}"
-    followers = [await start(address, rank, ranks, replicated=replicated) for rank in range(1, ranks)]
+    kind = "replicated" if replicated else "paged" if paged else "sharded"
+    followers = [await start(address, rank, ranks, kind) for rank in range(1, ranks)]
+    spec = spec_of(replicated=replicated)
+    engine = PagedMemory(spec, PAGES, poison=False) if paged else None
     try:
         async with (
             RankGroup.listen(address, TOKEN, RankLimits(**limits)) as group,
-            HybridCache.open(spec_of(replicated=replicated), config(0, ranks), group=group) as cache,
+            HybridCache.open(
+                spec,
+                config(0, ranks, paged=paged),
+                engine=None if engine is None else engine.memory,
+                group=group,
+            ) as cache,
         ):
             for follower in followers:
                 assert follower.stdout is not None
                 assert await follower.stdout.readline() == b"joined\n"
-            yield ProcessGroup(group, cache, followers)
+            yield ProcessGroup(group, cache, followers, engine)
     finally:
         for follower in followers:
             if follower.returncode is None:
@@ -116,9 +158,7 @@ async def processes(
             await follower.wait()
 
 
-async def start(
-    address: str, rank: int, ranks: int, *, replicated: bool = False
-) -> asyncio.subprocess.Process:
+async def start(address: str, rank: int, ranks: int, kind: str) -> asyncio.subprocess.Process:
     tests = Path(__file__).parent.parent
     return await asyncio.create_subprocess_exec(
         sys.executable,
@@ -126,7 +166,7 @@ async def start(
         address,
         str(rank),
         str(ranks),
-        "replicated" if replicated else "sharded",
+        kind,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

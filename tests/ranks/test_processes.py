@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asynchicache import HybridCache
-from asynchicache.errors import ConfigError, RankError, RankLostError
+from asynchicache.errors import CacheError, ConfigError, RankError, RankLostError, TransferError
 from asynchicache.integrations.metrics import FAMILIES
 from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.options import RankLimits
@@ -56,6 +56,55 @@ async def test_a_killed_rank_makes_the_group_cold(tmp_path: Path) -> None:
         for _ in range(3):
             assert await group.serve(PROMPT) == 0, "no page of a dead group is served"
         await group.cache.drain()
+
+
+async def test_engines_with_memory_of_their_own_serve_alike(tmp_path: Path) -> None:
+    """Their pages are used again for other prompts: what is restored comes from the host of each rank."""
+    async with processes(tmp_path, 3, paged=True) as group:
+        for seed in range(4):
+            assert await group.serve_paged([seed, *PROMPT]) == 0
+        for seed in range(4):
+            assert await group.serve_paged([seed, *PROMPT, 1, 2, 3]) == 40
+        assert await group.cache.verify_ranks() == []
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.002, 0.01, 0.05])
+async def test_a_killed_rank_ends_every_copy_of_engines(tmp_path: Path, delay: float) -> None:
+    """At any moment: a ticket ends, pages may be used again, and no page of the dead group is served."""
+    async with processes(tmp_path, 3, paged=True) as group:
+        await group.serve_paged(PROMPT)
+
+        async def kill() -> None:
+            await asyncio.sleep(delay)  # a moment of the run, not a wait for something
+            group.followers[0].send_signal(signal.SIGKILL)
+
+        killing = asyncio.create_task(kill())
+        async with asyncio.timeout(60):
+            for seed in range(200):
+                try:
+                    await group.serve_paged([seed, *PROMPT])
+                except CacheError as error:
+                    assert "rank 1" in str(error) or "rank 1" in str(error.__cause__)  # noqa: PT017
+                if group.group.failure is not None:
+                    break
+            await killing
+            assert await lost(group) == "rank 1 is lost: its connection ended"
+            for _ in range(3):
+                assert await group.serve_paged(PROMPT) == 0
+            await group.cache.drain()
+        assert group.cache.verify() == []
+
+
+async def test_a_stopped_rank_of_engines_is_lost_after_its_deadline(tmp_path: Path) -> None:
+    """Tickets wait for all ranks, so the deadline is what ends them."""
+    async with processes(tmp_path, 2, paged=True, heartbeat=0.1, silence=1.0) as group:
+        await group.serve_paged(PROMPT)
+        group.followers[0].send_signal(signal.SIGSTOP)
+        async with asyncio.timeout(60), group.cache.request([*PROMPT, 1]) as request:
+            with pytest.raises(TransferError, match="rank 1"):
+                await request.load(into={"kv": list(range(10))})
+        assert "rank 1 is lost: it was silent for" in await lost(group)
+        group.followers[0].send_signal(signal.SIGCONT)
 
 
 async def test_a_stopped_rank_is_lost_after_its_deadline(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from importlib.metadata import version
 
 from asynchicache.config import CacheConfig
 from asynchicache.errors import RankError
-from asynchicache.ranks.host_sizes import HostNeed, Slots, fitted
+from asynchicache.ranks.host_sizes import HostNeed, SlotCounts, fitted
 from asynchicache.ranks.messages import PROTOCOL, Hello
 from asynchicache.ranks.sharing import sharing_ranks
 from asynchicache.specs import ModelSpec
@@ -50,7 +50,7 @@ class Members:
         self,
         token: str,
         build: Mapping[str, str],
-        slots: Slots,
+        slots: SlotCounts,
         ranks: int,
         need: HostNeed = HostNeed(),  # noqa: B008 - immutable
         *,

@@ -15,7 +15,7 @@ from asynchicache.pools.sizing import HOST_SHARE, FreeMemory, SizeOptions, slot_
 from asynchicache.ranks.sharing import host_of
 from asynchicache.specs import ModelSpec
 
-Slots = Mapping[str, tuple[int, int]]
+SlotCounts = Mapping[str, tuple[int, int]]
 """By pool that owns slots, its (device, host) slots."""
 
 
@@ -56,7 +56,7 @@ def need_of(spec: ModelSpec, options: SizeOptions, memory: FreeMemory, *, engine
 
 
 def fitted(
-    slots: Slots, needs: Mapping[int, HostNeed], sharing: Mapping[int, Sequence[int]]
+    slots: SlotCounts, needs: Mapping[int, HostNeed], sharing: Mapping[int, Sequence[int]]
 ) -> dict[str, tuple[int, int]]:
     """Lower the host slots that nobody has chosen until the memory of each host suffices for all its ranks.
 
@@ -82,7 +82,7 @@ def fitted(
 
 
 def _share(
-    slots: Slots,
+    slots: SlotCounts,
     ranks: Sequence[int],
     needs: Mapping[int, HostNeed],
     sharing: Mapping[int, Sequence[int]],

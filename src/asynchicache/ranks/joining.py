@@ -239,20 +239,9 @@ class RankGroup:
         )
         self._opened.set()
         try:
-            async with asyncio.timeout(self.limits.joining):
-                while members.missing and self._error is None:
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            self._error = RankError(
-                f"ranks {list(members.missing)} did not join within {self.limits.joining} s"
-            )
-        if self._error is not None:
-            await self._refuse_all(self._error)
-            raise self._error
-        if self._share_host:
-            self._sharing = members.sharing(sharing_key(spec, config.host_layout))
-        try:
+            await self._all_joined(members)
+            if self._share_host:
+                self._sharing = members.sharing(sharing_key(spec, config.host_layout))
             agreed = members.agreed(self._sharing)
         except RankError as error:
             await self._refuse_all(error)
@@ -263,6 +252,23 @@ class RankGroup:
         for rank, hand in self._links.items():
             hand.send(Welcome(incarnation, agreed, self.limits.heartbeat, self._sharing.get(rank, [])))
         return agreed
+
+    async def _all_joined(self, members: Members) -> None:
+        """
+        Raises:
+            RankError: a rank does not fit the group, or is missing; names it.
+        """
+        try:
+            async with asyncio.timeout(self.limits.joining):
+                while members.missing and self._error is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            self._error = RankError(
+                f"ranks {list(members.missing)} did not join within {self.limits.joining} s"
+            )
+        if self._error is not None:
+            raise self._error
 
     @property
     def shared_pools(self) -> frozenset[str]:

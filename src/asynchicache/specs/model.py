@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 from asynchicache.errors import ConfigError
 from asynchicache.specs.huggingface import describe
 from asynchicache.specs.identity import HuggingFaceConfig
 from asynchicache.specs.pools import PoolSpec
-from asynchicache.specs.sharding import Shard, shard_pools
+from asynchicache.specs.sharding import Axis, Shard, shard_pools, tensor_places
 from asynchicache.specs.variants import draft_pools, quantise
 from asynchicache.types import check_number
+
+
+class Division(NamedTuple):
+    """The model that the pools of a rank are a part of.
+
+    Attributes:
+        whole: the model.
+        place: the rank's.
+        layers, stripe: as given to `ModelSpec.shard`.
+    """
+
+    whole: ModelSpec
+    place: Shard
+    layers: range | None
+    stripe: str
+
+    def axes(self, number: int, parts: int) -> dict[str, Any]:
+        """Arguments of `ModelSpec.shard` for the same place in a group of another tensor-parallel size."""
+        pp, cp = tuple(self.place.pp), tuple(self.place.cp)
+        return {"tp": (number, parts), "pp": pp, "cp": cp, "layers": self.layers, "stripe": self.stripe}
+
+
+class StoredPartSpec(NamedTuple):
+    """A part that pages are stored as.
+
+    Attributes:
+        spec: the pools of a rank that has only this part.
+        rows: by pool and tensor, the rows along the first dimension that the part is in the larger rank's.
+    """
+
+    spec: ModelSpec
+    rows: Mapping[str, Mapping[str, Sequence[int]]]
 
 
 @dataclass(frozen=True)
@@ -32,6 +65,7 @@ class ModelSpec:
     layers: int
     pools: tuple[PoolSpec, ...]
     identity: str = ""
+    _division: Division | None = field(default=None, repr=False, compare=False)
     _by_name: dict[str, PoolSpec] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -153,7 +187,27 @@ class ModelSpec:
             ConfigError: the model cannot be divided so; names the tensor and the axis.
         """
         place = Shard.of(tp=tp, pp=pp, cp=cp)
-        return replace(self, pools=shard_pools(self, place, layers, stripe))
+        division = Division(self, place, layers, stripe)
+        return replace(self, pools=shard_pools(self, place, layers, stripe), _division=division)
+
+    def stored_as(self, parts: int) -> list[StoredPartSpec]:
+        """Return the parts that this rank's pages are stored as, with the option `store_parts`.
+
+        Raises:
+            ConfigError: the model cannot be divided so, or pools were changed after `shard`.
+        """
+        division = self._division or Division(self, Shard.of(tp=(0, 1), pp=(0, 1), cp=(0, 1)), None, "token")
+        tp = division.place.tp
+        if parts % tp.size:
+            raise ConfigError(f"store_parts {parts} must be a multiple of the tensor-parallel size {tp.size}")
+        if shard_pools(division.whole, division.place, division.layers, division.stripe) != self.pools:
+            raise ConfigError("store_parts: pools of this rank were changed; change those of the model first")
+        each = parts // tp.size
+        return [
+            StoredPartSpec(part, tensor_places(division.whole, part, tp, Axis(number, parts)))
+            for number in range(tp.rank * each, (tp.rank + 1) * each)
+            for part in [division.whole.shard(**division.axes(number, parts))]
+        ]
 
     def pool(self, name: str) -> PoolSpec:
         return self._by_name[name]

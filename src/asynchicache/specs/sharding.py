@@ -129,6 +129,34 @@ def tensor_rows(tensor: TensorSpec, tp: Axis) -> list[range]:
     return found
 
 
+def tensor_places(whole: _Model, part: _Model, tp: Axis, smaller: Axis) -> dict[str, dict[str, list[int]]]:
+    """Return, by pool and tensor that ranks divide, where the rows of a smaller rank are among those of `tp`.
+
+    Args:
+        whole: the model.
+        part: the pools of the smaller rank.
+        tp: a tensor-parallel rank.
+        smaller: a rank of a larger group, whose heads are some of those of `tp`.
+    """
+    kept = {pool.name: {tensor.name for tensor in pool.tensors} for pool in part.pools}
+    found: dict[str, dict[str, list[int]]] = {}
+    for pool in whole.pools:
+        if pool.name not in kept or pool.replicated:
+            continue
+        found[pool.name] = {}
+        for tensor in pool.tensors:
+            if tensor.name in kept[pool.name]:
+                ours = _rows(tensor, tp)
+                found[pool.name][tensor.name] = [ours.index(row) for row in _rows(tensor, smaller)]
+    return found
+
+
+def _rows(tensor: TensorSpec, tp: Axis) -> list[int]:
+    if tp.size == 1:
+        return list(range(tensor.shape[0]))
+    return [row for rows in tensor_rows(tensor, tp) for row in rows]
+
+
 def _parts(tensor: TensorSpec, tp: Axis) -> int:
     """Return the number of different parts of a tensor."""
     return max(_units(tensor, section.units, tp, repeats=section.repeats) for section in tensor.cut)
