@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Self, TypeVar
 
@@ -42,8 +43,9 @@ class ModelThread:
             raise
 
     def start(self, call: Callable[[], object]) -> None:
-        """Run `call` when its turn comes, and wait for nothing."""
-        self._executor.submit(call)
+        """Run `call` when its turn comes, and wait for nothing. Dropped once the thread is closed."""
+        with suppress(RuntimeError):
+            self._executor.submit(call)
 
     def _finish(self, call: Callable[[], T]) -> T:
         result = call()
