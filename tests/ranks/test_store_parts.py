@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from asynchicache import CacheConfig, ConfigError, HybridCache, ModelSpec
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.layouts import HostLayout
+from asynchicache.specs.pools import CutSection, PoolSpec, TensorSpec
 from asynchicache.specs.sharding import Axis, tensor_rows
+from asynchicache.testing.seeded import SeededWorld, run_seeded
 from integrations.zoo import PAGE, random_tokens, tiny_spec
+from ranks.seeded_group import seeded_group
 
 MODELS = ["qwen3_5", "deepseek_v3", "gemma3", "llama"]
 PARTS = 2
@@ -159,6 +163,44 @@ async def test_a_rank_alone_comes_back_after_a_restart(storage: str, tmp_path: P
         assert await engine.restored(tokens) == [len(tokens)]
         stored = engine.caches[0]
         assert stored.verify() == []
+
+
+HEADS = TensorSpec("keys", layers=(0,), shape=(4, 2), dtype="int64", cut=(CutSection(4, 4),))
+FOUR_HEADS = ModelSpec("four heads", page_size=PAGE, layers=1, pools=(PoolSpec("kv", (HEADS,)),))
+
+
+def test_what_a_group_stored_is_found_by_one_process() -> None:
+    """The leader decides, each rank stores its heads one by one, and one process reads all."""
+    pages, tokens, slots = 3, random_tokens(3 * PAGE), {"kv": 8}
+    options = CacheConfig(device_slots=slots, host_slots=slots, weight_version="test", store_parts=4)
+    content = torch.randint(0, 1000, (1, pages, PAGE, 4, 2))
+
+    async def main(world: SeededWorld) -> None:
+        store = MemoryStore()
+        ranks = [FOUR_HEADS.shard(tp=(rank, 2)) for rank in range(2)]
+        backends = [MemoryBackend(store) for _ in ranks]
+        async with seeded_group(world, ranks, options, backends) as (mirror, (worker,)):
+            async with mirror.cache.request(tokens) as request:
+                await request.load()
+                request.extend(len(tokens))
+                places, step = list(request.pages("kv")), mirror.group.mark()
+                mirror.cache.device_tensor("kv", "keys")[:, places] = content[:, :, :, :2]
+                async with worker.forward(step, worker._follower._device.stream("engine")):
+                    worker.device_tensor("kv", "keys")[:, places] = content[:, :, :, 2:]
+                await request.checkpoint(len(tokens))
+                assert await request.durable()
+        assert len(store) == 4 * pages
+        one = MemoryBackend(store)
+        async with (
+            world.open_cache(FOUR_HEADS, options, storage=one) as cache,
+            cache.request([*tokens, 1]) as request,
+        ):
+            await request.prefetch()
+            await request.load()
+            assert request.hit.tokens == len(tokens)
+            assert torch.equal(cache.device_tensor("kv", "keys")[:, list(request.pages("kv"))], content)
+
+    run_seeded(7, main)
 
 
 def stored_pages(folder: Path) -> list[Path]:

@@ -30,6 +30,7 @@ def build_of(spec: ModelSpec, config: CacheConfig, *, engine: bool = False) -> d
         "salt": sha256(config.salt.encode()).hexdigest()[:16],  # a hash: an error names both values
         "host_layout": str(config.host_layout),
         "ranks": str(config.ranks),
+        "store_parts": str(config.store_parts),
         "device memory": "an engine's" if engine else "the cache's",
     }
 
