@@ -14,7 +14,7 @@ from asynchicache.cache import Hit, HybridCache, Request
 from asynchicache.config import CacheConfig
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.transformers.bridge import CacheBridge
-from asynchicache.integrations.transformers.calls import Feed, ModelCalls, ModelRank, Trim
+from asynchicache.integrations.transformers.calls import Drop, Feed, ModelCalls, ModelRank, Trim
 from asynchicache.integrations.transformers.forward import feeds_one_by_one
 from asynchicache.integrations.transformers.prefix import CachedPrefix, PrefixContext
 from asynchicache.integrations.transformers.thread import ModelThread
@@ -154,6 +154,7 @@ class PrefillRunner:
                 await self._compute(running, request, tokens, request.split, publish=False)
                 if not running.prefix.suspend(running.at):
                     return Beginning(running=running)
+                await self.context.calls.run(Drop(sequence))  # it is restored with the rest
                 computed = max(running.at - running.prefix.hit.tokens, 0)
                 request.rematch()
         await request.prefetch()
