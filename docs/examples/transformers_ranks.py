@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from datetime import timedelta
 from pathlib import Path
 from shutil import rmtree
 from tempfile import gettempdir
@@ -44,7 +45,7 @@ async def lead(model: PreTrainedModel, spec: ModelSpec, ranks: int) -> None:
 
 
 def main() -> None:
-    distributed.init_process_group("gloo")
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     if rank == 0:
         FOLDER.mkdir(mode=0o700)

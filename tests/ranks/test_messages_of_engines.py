@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine
 
 import pytest
 
 from asynchicache import CacheConfig, RankError, UsageError
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.errors import RankLostError
 from asynchicache.ranks.joining import MAX_MESSAGE, RankGroup
+from asynchicache.ranks.links import receive, send
 from asynchicache.ranks.worker import RankWorker
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
@@ -53,11 +56,48 @@ def test_they_arrive_with_their_steps_in_order() -> None:
     """A step without a message is not among them: its engine has a channel of its own."""
 
     async def part(world: SeededWorld, group: RankGroup, workers: list[RankWorker]) -> None:
-        assert [group.mark(b"one"), group.mark(), group.mark(b"three"), group.mark(b"four")] == [1, 2, 3, 4]
+        assert [group.mark(b"one"), group.mark(), group.mark(b""), group.mark(b"four")] == [1, 2, 3, 4]
         await world.sleep(1)
 
     for listener in in_a_group(part):
-        assert listener.result() == [(1, b"one"), (3, b"three"), (4, b"four")]
+        assert listener.result() == [(1, b"one"), (3, b""), (4, b"four")]
+
+
+def test_a_message_is_bytes() -> None:
+    async def part(world: SeededWorld, group: RankGroup, workers: list[RankWorker]) -> None:
+        for wrong in ("text", 5, ["a"]):
+            with pytest.raises(UsageError, match=f"must be bytes, not {type(wrong).__name__}"):
+                group.mark(wrong)  # type: ignore[arg-type]
+        group.mark(bytearray(b"one"))
+        await world.sleep(1)
+        assert group.failure is None
+
+    for listener in in_a_group(part):
+        assert listener.result() == [(1, b"one")]
+
+
+def test_a_link_that_raises_is_a_lost_rank() -> None:
+    """An engine's own: its error is named, and nobody waits for a deadline."""
+
+    async def part(world: SeededWorld, group: RankGroup, workers: list[RankWorker]) -> None:
+        link = group._links[1].link
+        link.send = broken  # type: ignore[method-assign]
+        group.mark(b"one")
+        assert str(group.failure) == f"rank 1 is lost: {WHY}"
+        with pytest.raises(RankLostError, match=re.escape(WHY)):
+            send(link, b"")
+        link.receive = broken  # type: ignore[method-assign]
+        with pytest.raises(RankLostError, match=re.escape(WHY)):
+            await receive(link)
+
+    in_a_group(part)
+
+
+WHY = "its connection failed: ConnectionResetError('of this test')"
+
+
+def broken(*_: object) -> None:
+    raise ConnectionResetError("of this test")
 
 
 def test_a_listener_of_a_failed_group_is_told() -> None:
@@ -71,7 +111,7 @@ def test_a_listener_of_a_failed_group_is_told() -> None:
     first, second = in_a_group(part)
     with pytest.raises(RankError, match="of this test"):
         first.result()
-    with pytest.raises(RankError, match="rank 0 is lost"):
+    with pytest.raises(RankError, match=r"rank 0 is lost|this rank has left"):
         second.result()
 
 

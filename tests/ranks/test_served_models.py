@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.asyncio
 
 @asynccontextmanager
 async def served(
-    name: str, folder: Path
+    name: str, folder: Path, **more: float
 ) -> AsyncIterator[tuple[PrefixCachedModel, RankGroup, asyncio.subprocess.Process]]:
     """Both processes, until the end of the block; the last is the follower's, which ends by itself."""
     (folder / "model").unlink(missing_ok=True)
@@ -46,7 +47,7 @@ async def served(
     )
     try:
         await asyncio.to_thread(join_model, folder, 0)
-        limits = RankLimits(joining=300)
+        limits = RankLimits(joining=300, **more)
         async with RankGroup.listen(f"unix:{folder / 'group'}", TOKEN, limits, ranks=RANKS) as group:
             opening = PrefixCachedModel.open(
                 rank_model(name, 0),
@@ -142,6 +143,23 @@ async def test_a_killed_rank_ends_every_generation(tmp_path: Path) -> None:
             with pytest.raises(RankError, match="rank 1"):
                 await read(model.generate([1, 2, 3], max_new_tokens=2))
         assert "rank 1" in str(group.failure)
+
+
+async def test_a_silent_rank_ends_every_generation(tmp_path: Path) -> None:
+    """Though the model hangs in a sum until its own timeout: nobody waits for that, new ones neither."""
+    async with served("deepseek_v3", tmp_path, silence=2.0) as (model, _, follower):
+        running = [
+            model.generate(random_tokens(20, seed=i), max_new_tokens=150, stop_token_ids=()) for i in range(3)
+        ]
+        await anext(running[0])
+        follower.send_signal(signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            ended = await asyncio.gather(*(read(one) for one in running), return_exceptions=True)
+            assert all(isinstance(one, Exception) for one in ended), ended
+            with pytest.raises(RankError, match="rank 1 is lost"):
+                await read(model.generate([1, 2, 3], max_new_tokens=2))
+            await model.aclose()
+        follower.kill()  # and the sum fails
 
 
 async def read(answer: object) -> list[int]:

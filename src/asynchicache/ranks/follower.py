@@ -188,6 +188,12 @@ class RankFollower:
             self._moved.set()
             self.on_failure(error)
 
+    def leave(self) -> None:
+        """Carry out nothing more; waiters of steps raise."""
+        if self.failure is None and not self.closed:
+            self.failure = RankError("this rank has left the group")
+        self._moved.set()
+
     def heartbeat(self) -> None:
         if self.failure is None and not len(self._answers):
             self._answer(HeartbeatAnswer())
@@ -203,7 +209,7 @@ class RankFollower:
             case CopyEntry() | MarkEntry():
                 self._held.append(entry)
                 self._advance()
-                if isinstance(entry, MarkEntry) and entry.message:
+                if isinstance(entry, MarkEntry) and entry.message is not None:
                     self._messages.append(entry)
                     self._moved.set()
             case VerifyEntry():
@@ -259,7 +265,7 @@ class RankFollower:
             self._check()
             if self._messages:
                 entry = self._messages.popleft()
-                return entry.step, entry.message
+                return entry.step, entry.message or b""
             self._moved.clear()
             await self._moved.wait()
         return None

@@ -23,7 +23,7 @@ from asynchicache.ranks.group import GroupStorage, GroupTransfers
 from asynchicache.ranks.handshake import Members, build_of
 from asynchicache.ranks.host_sizes import need_of
 from asynchicache.ranks.leader import RankLeader
-from asynchicache.ranks.links import Address, Link, listen
+from asynchicache.ranks.links import Address, Link, listen, receive, send
 from asynchicache.ranks.messages import (
     EndAnswer,
     FreeSlots,
@@ -132,6 +132,7 @@ class RankGroup:
         self._leader: RankLeader | None = None
         self._tasks = OwnedTasks()
         self._listening: list[asyncio.Task[None]] = []
+        self._broken = asyncio.Event()
         self._flushing = False
 
     @classmethod
@@ -392,7 +393,7 @@ class RankGroup:
 
     # Running
 
-    def mark(self, message: bytes = b"") -> int:
+    def mark(self, message: bytes | None = None) -> int:
         """End the copies of a step: what the next forward depends on has been asked for.
 
         Args:
@@ -403,13 +404,16 @@ class RankGroup:
             the step's number, which the other ranks give to `RankWorker.forward`.
 
         Raises:
-            UsageError: the message is longer than `MAX_MESSAGE`.
+            UsageError: the message is not bytes, or longer than `MAX_MESSAGE`.
         """
+        if message is None:
+            return self.leader.mark()
+        if not isinstance(message, bytes | bytearray | memoryview):
+            raise UsageError(f"a message must be bytes, not {type(message).__name__}")
         if len(message) > MAX_MESSAGE:
             raise UsageError(f"a message of {len(message)} bytes is longer than {MAX_MESSAGE}")
-        step = self.leader.mark(message)
-        if message:
-            self._flush()  # now: other ranks would wait for this one's thread to release the interpreter
+        step = self.leader.mark(bytes(message))
+        self._flush()  # now: other ranks would wait for this one's thread to release the interpreter
         return step
 
     @property
@@ -436,14 +440,18 @@ class RankGroup:
         for rank, hand in self._links.items():
             try:
                 if data:
-                    hand.link.send(data)
+                    send(hand.link, data)
             except RankLostError as error:
                 self.leader.lost(rank, str(error))
 
     async def _listen_to(self, rank: int, link: Link) -> None:
-        while data := await link.receive():
-            self.leader.feed(rank, data)
-        self.leader.lost(rank, "its connection ended")
+        try:
+            while data := await receive(link):
+                self.leader.feed(rank, data)
+        except RankLostError as error:
+            self.leader.lost(rank, str(error))
+        else:
+            self.leader.lost(rank, "its connection ended")
 
     async def _beat(self) -> None:
         while self.leader.failure is None:
@@ -451,7 +459,12 @@ class RankGroup:
             self.leader.heartbeat()
             self.leader.check(self.limits.silence)
 
+    async def failed(self) -> None:
+        """Wait until the group goes on cold; once it has formed."""
+        await self._broken.wait()
+
     def _failed(self, on_failure: Callable[[BaseException], object], error: RankError) -> None:
+        self._broken.set()
         logger.error("the rank group goes on cold: %s", error)
         on_failure(error)
 

@@ -190,7 +190,7 @@ class RankLeader:
         if self.failure is None and not len(self._log):
             self._add(HeartbeatEntry())
 
-    def mark(self, message: bytes = b"") -> int:
+    def mark(self, message: bytes | None = None) -> int:
         """End the copies of a step; returns its number, which the engine sends to the other ranks, or which
         goes along with a `message` of the engine."""
         self.step += 1

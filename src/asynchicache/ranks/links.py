@@ -35,6 +35,34 @@ class Link(Protocol):
         ...
 
 
+BROKEN = (OSError, EOFError, RuntimeError)
+"""What a link of an engine's own may raise if its connection has failed."""
+
+
+def send(link: Link, data: bytes) -> None:
+    """Send over any link, also one of an engine's own.
+
+    Raises:
+        RankLostError: it raises that, or one of `BROKEN`.
+    """
+    try:
+        link.send(data)
+    except BROKEN as error:
+        raise RankLostError(f"its connection failed: {error!r}") from error
+
+
+async def receive(link: Link) -> bytes:
+    """Receive from any link.
+
+    Raises:
+        RankLostError: it raises that, or one of `BROKEN`.
+    """
+    try:
+        return await link.receive()
+    except BROKEN as error:
+        raise RankLostError(f"its connection failed: {error!r}") from error
+
+
 class StreamLink:
     """A `Link` over a socket."""
 

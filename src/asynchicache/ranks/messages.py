@@ -114,11 +114,11 @@ class MarkEntry(msgspec.Struct, frozen=True, tag="mark", array_like=True):
 
     Attributes:
         step: the number of the forward.
-        message: what the leader's engine says to those of the followers; empty if it does so itself.
+        message: what the leader's engine says to those of the followers; None if it does so itself.
     """
 
     step: int
-    message: bytes = b""
+    message: bytes | None = None
 
 
 class ReadEntry(msgspec.Struct, frozen=True, tag="read", array_like=True):

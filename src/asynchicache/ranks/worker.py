@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 
@@ -27,7 +27,7 @@ from asynchicache.ranks.follower import AppliedStep, RankFollower
 from asynchicache.ranks.handshake import build_of
 from asynchicache.ranks.host_sizes import need_of
 from asynchicache.ranks.joining import HandshakeLink
-from asynchicache.ranks.links import Address, Link, connect
+from asynchicache.ranks.links import Address, Link, connect, receive, send
 from asynchicache.ranks.messages import PROTOCOL, Hello, MemoryHandles, Ready, Refused, Welcome
 from asynchicache.ranks.options import RankLimits
 from asynchicache.ranks.shared_storage import SharedStorage
@@ -119,32 +119,39 @@ class RankWorker:
             tasks = OwnedTasks()
             stack.push_async_callback(tasks.aclose)
             await tasks.ready()
-            worker.run(hand, tasks, welcome.heartbeat, limits.silence)
+            stack.callback(worker.run(hand, tasks, welcome.heartbeat, limits.silence))
             yield worker
 
-    def run(self, hand: HandshakeLink, tasks: OwnedTasks, heartbeat: float, silence: float) -> None:
-        """Carry out the log in tasks of `tasks`; `join` calls it."""
+    def run(
+        self, hand: HandshakeLink, tasks: OwnedTasks, heartbeat: float, silence: float
+    ) -> Callable[[], None]:
+        """Carry out the log in tasks of `tasks`; `join` calls it. Returns what ends it."""
         self._follower.spawn = tasks.spawn
         self._follower.wake = partial(self._flush, hand.link)
         tasks.spawn(self._listen(hand))
         tasks.spawn(self._beat(heartbeat, silence))
+        return self._follower.leave
 
     def _flush(self, link: Link) -> None:
         data = self._follower.take()
         try:
             if data and not self._follower.closed:
-                link.send(data)
+                send(link, data)
         except RankLostError as error:
             self._follower.fail(RankLostError(f"rank 0 is lost: {error}"))
 
     async def _listen(self, hand: HandshakeLink) -> None:
         self._follower.feed(hand.rest())
-        while not self._follower.closed and (data := await hand.link.receive()):
-            self._follower.feed(data)
+        why = "its connection ended"
+        try:
+            while not self._follower.closed and (data := await receive(hand.link)):
+                self._follower.feed(data)
+        except RankLostError as error:
+            why = str(error)
         if self._follower.closed:
             await hand.link.aclose()  # the leader waits for it
         else:
-            self._follower.fail(RankLostError("rank 0 is lost: its connection ended"))
+            self._follower.fail(RankLostError(f"rank 0 is lost: {why}"))
         self._ended.set()
 
     async def _beat(self, heartbeat: float, silence: float) -> None:

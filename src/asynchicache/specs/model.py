@@ -203,11 +203,14 @@ class ModelSpec:
         if shard_pools(division.whole, division.place, division.layers, division.stripe) != self.pools:
             raise ConfigError("store_parts: pools of this rank were changed; change those of the model first")
         each = parts // tp.size
-        return [
-            StoredPartSpec(part, tensor_places(division.whole, part, tp, Axis(number, parts)))
-            for number in range(tp.rank * each, (tp.rank + 1) * each)
-            for part in [division.whole.shard(**division.axes(number, parts))]
-        ]
+        try:
+            return [
+                StoredPartSpec(part, tensor_places(division.whole, part, tp, Axis(number, parts)))
+                for number in range(tp.rank * each, (tp.rank + 1) * each)
+                for part in [division.whole.shard(**division.axes(number, parts))]
+            ]
+        except ConfigError as error:
+            raise ConfigError(f"store_parts {parts}: {error}") from error
 
     def pool(self, name: str) -> PoolSpec:
         return self._by_name[name]

@@ -6,11 +6,12 @@ sequences and slots by number, and the leader of a group sends to the other rank
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -243,18 +244,52 @@ class ModelCalls:
             UsageError, Exception: as of `ModelRank.run`, and of `use`.
         """
         self._send(call)
-        # What was sent runs on the other ranks, so it runs here too, if the waiter is cancelled or not.
-        return await self.thread.run(partial(self._compute, call, use), always=self._group is not None)
+        work = partial(self._compute, call, use)
+        if self._group is None:
+            return await self.thread.run(work)
+        return await self._unless_lost(self._group, work)
+
+    async def _unless_lost(self, group: RankGroup, work: Callable[[], T]) -> T:
+        """Run what was sent, if the waiter is cancelled or not: other ranks run it too.
+
+        If one of them is lost, do not wait: the model may hang in a sum over all ranks until its own timeout.
+        """
+        running = self.thread.submit(work)
+        lost = asyncio.ensure_future(group.failed())
+        ends: list[asyncio.Future[Any]] = [running, lost]
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            while not (running.done() or lost.done()):
+                try:
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                except asyncio.CancelledError as error:
+                    cancelled = error
+            if not running.done():
+                running.add_done_callback(_forget)
+                self._check(group)
+        finally:
+            lost.cancel()
+        if cancelled is not None:
+            _forget(running)
+            raise cancelled
+        return running.result()
 
     def _compute(self, call: ModelCall, use: Callable[[torch.Tensor], T]) -> T:
         return use(self.rank.run(call))
 
     def _send(self, call: ModelCall) -> None:
-        if self._group is None:
-            return
-        if self._group.failure is not None:
-            raise RankError(f"the model cannot run: {self._group.failure}") from self._group.failure
-        self._group.mark(self._encoder.encode(call))
+        if self._group is not None:
+            self._check(self._group)
+            self._group.mark(self._encoder.encode(call))
+
+    @staticmethod
+    def _check(group: RankGroup) -> None:
+        if group.failure is not None:
+            raise RankError(f"the model cannot run: {group.failure}") from group.failure
+
+    def close(self) -> None:
+        """Close the thread; wait for its call, unless it may wait for a rank that is lost."""
+        self.thread.close(wait=self._group is None or self._group.failure is None)
 
     @contextmanager
     def sequence(self) -> Iterator[int]:
@@ -271,3 +306,9 @@ class ModelCalls:
     def new_batch(self) -> int:
         """The number of a new batch."""
         return next(self._batches)
+
+
+def _forget(running: asyncio.Future[T]) -> None:
+    """Mark the error of a call that nobody waits for as retrieved."""
+    if not running.cancelled():
+        running.exception()

@@ -264,8 +264,9 @@ async def open_prefill_runner(
         dtype = str(model.dtype).removeprefix("torch.")
         spec = ModelSpec.from_config(model.config, page_size=page_size, dtype=dtype)
     cache = await stack.enter_async_context(HybridCache.open(spec, config, storage=storage, group=group))
-    thread = stack.enter_context(ModelThread(model.device))
-    return cache, PrefillRunner(model, cache, thread, prefill_chunk=prefill_chunk, group=group)
+    runner = PrefillRunner(model, cache, ModelThread(model.device), prefill_chunk=prefill_chunk, group=group)
+    stack.callback(runner.context.calls.close)
+    return cache, runner
 
 
 def _without(hit: Hit, computed: int) -> Hit:

@@ -42,6 +42,10 @@ class ModelThread:
                 await _ended(done)
             raise
 
+    def submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        """Run `call` when its turn comes; the future is done when the device has finished it."""
+        return asyncio.wrap_future(self._executor.submit(self._finish, call))
+
     def start(self, call: Callable[[], object]) -> None:
         """Run `call` when its turn comes, and wait for nothing. Dropped once the thread is closed."""
         with suppress(RuntimeError):
@@ -53,9 +57,9 @@ class ModelThread:
             torch.cuda.current_stream(self._device).synchronize()
         return result
 
-    def close(self) -> None:
-        """Wait for the running call; drop the others."""
-        self._executor.shutdown(cancel_futures=True)
+    def close(self, *, wait: bool = True) -> None:
+        """Drop calls that have not begun, and `wait` for the running one. Idempotent."""
+        self._executor.shutdown(wait=wait, cancel_futures=True)
 
     def __enter__(self) -> Self:
         return self
