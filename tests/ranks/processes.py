@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,6 +18,7 @@ from asynchicache.testing.oracle import ByteOracle
 from asynchicache.testing.paged import PagedMemory
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import token_array
+from ranks.launch import launch
 
 PAGE = 4
 SPEC = synthetic_spec(PAGE, ("kv",))
@@ -134,7 +134,10 @@ async def processes(
     """`paged`: engines own the device memory."""
     address = f"unix:{folder / 'group'}"
     kind = "replicated" if replicated else "paged" if paged else "sharded"
-    followers = [await start(address, rank, ranks, kind) for rank in range(1, ranks)]
+    followers = [
+        await launch("follower_process.py", address, str(rank), str(ranks), kind, piped=True, quiet=True)
+        for rank in range(1, ranks)
+    ]
     spec = spec_of(replicated=replicated)
     engine = PagedMemory(spec, PAGES, poison=False) if paged else None
     try:
@@ -156,23 +159,3 @@ async def processes(
             if follower.returncode is None:
                 follower.kill()
             await follower.wait()
-
-
-async def start(address: str, rank: int, ranks: int, kind: str) -> asyncio.subprocess.Process:
-    tests = Path(__file__).parent.parent
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(Path(__file__).with_name("follower_process.py")),
-        address,
-        str(rank),
-        str(ranks),
-        kind,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={
-            "PYTHONPATH": f"{tests}:{tests.parent / 'src'}",
-            "PATH": "/usr/bin:/bin",
-            "OMP_NUM_THREADS": "1",
-        },
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -19,9 +18,9 @@ from asynchicache.integrations.transformers.model import PrefixCachedModel
 from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.options import RankLimits
 from integrations.zoo import PAGE, random_tokens
+from ranks.launch import launch
 from ranks.sharded_model import RANKS, TOKEN, generate_whole, join_model, options, rank_model, rank_spec
 
-TESTS = Path(__file__).parents[1]
 NEW = 2 * PAGE
 
 pytestmark = pytest.mark.asyncio
@@ -34,17 +33,7 @@ async def served(
     """Both processes, until the end of the block; the last is the follower's, which ends by itself."""
     (folder / "model").unlink(missing_ok=True)
     (folder / "pages").mkdir(exist_ok=True)
-    follower = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(Path(__file__).with_name("served_process.py")),
-        name,
-        str(folder),
-        env={
-            "PYTHONPATH": f"{TESTS}:{TESTS.parent / 'src'}",
-            "PATH": "/usr/bin:/bin",
-            "OMP_NUM_THREADS": "1",
-        },
-    )
+    follower = await launch("served_process.py", name, str(folder))
     try:
         await asyncio.to_thread(join_model, folder, 0)
         limits = RankLimits(joining=300, **more)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.options import RankLimits
 from asynchicache.types import token_array
 from integrations.zoo import PAGE, random_tokens
+from ranks.launch import launch
 from ranks.sharded_model import (
     RANKS,
     TOKEN,
@@ -30,7 +30,6 @@ from ranks.sharded_model import (
 )
 
 NEW = 6
-TESTS = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.asyncio
 
@@ -85,19 +84,7 @@ class ModelGroup:
 async def life(name: str, folder: Path) -> AsyncIterator[ModelGroup]:
     """Both processes, until the end of the block; pages in storage outlive them."""
     (folder / "model").unlink(missing_ok=True)
-    follower = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(Path(__file__).with_name("model_process.py")),
-        name,
-        str(folder),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={
-            "PYTHONPATH": f"{TESTS}:{TESTS.parent / 'src'}",
-            "PATH": "/usr/bin:/bin",
-            "OMP_NUM_THREADS": "1",
-        },
-    )
+    follower = await launch("model_process.py", name, str(folder), piped=True)
     assert follower.stdin is not None
     try:
         async with (

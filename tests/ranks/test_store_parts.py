@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -35,6 +35,12 @@ def config(folder: Path, **more: object) -> CacheConfig:
     return CacheConfig(**(options | more))
 
 
+def in_objects(folder: Path, slots: Mapping[str, int], **more: object) -> CacheConfig:
+    """Options of ranks that share a store: a page is a file."""
+    url = {"url": f"file://{folder}"}
+    return config(folder, storage="object", storage_options=url, device_slots=slots, host_slots=slots, **more)
+
+
 class ShardedEngine:
     """Ranks of one size, each with a cache of its own over its own folder or a shared one."""
 
@@ -43,10 +49,10 @@ class ShardedEngine:
         self.size = size
         self.caches: list[HybridCache] = []
 
-    async def open(self, stack: AsyncExitStack, options: Callable[[int], CacheConfig]) -> None:
+    async def open(self, stack: AsyncExitStack, options: CacheConfig) -> None:
         for rank in range(self.size):
             spec = self.whole.shard(tp=(rank, self.size))
-            self.caches.append(await stack.enter_async_context(HybridCache.open(spec, options(rank))))
+            self.caches.append(await stack.enter_async_context(HybridCache.open(spec, options)))
 
     def content(self, rank: int, pool: str, tensor: str, seed: int) -> torch.Tensor:
         """What belongs in a page or state, of this rank's heads: `[layers, (entries,) rows, ...]`."""
@@ -127,18 +133,7 @@ async def test_a_group_of_another_size_reads_them(
     whole, tokens = tiny_spec(name), random_tokens(3 * PAGE)
     slots = slots_of(whole)
 
-    def options(rank: int) -> CacheConfig:
-        folder = f"file://{tmp_path}"
-        return config(
-            tmp_path,
-            storage="object",
-            storage_options={"url": folder},
-            device_slots=slots,
-            host_slots=slots,
-            host_layout=layout,
-            store_parts=parts,
-        )
-
+    options = in_objects(tmp_path, slots, host_layout=layout, store_parts=parts)
     for size, work in ((writers, "store"), (readers, "read")):
         async with AsyncExitStack() as stack:
             engine = ShardedEngine(whole, size)
@@ -157,7 +152,7 @@ async def test_a_rank_alone_comes_back_after_a_restart(storage: str, tmp_path: P
     more = {} if storage == "file" else {"storage": "memory", "storage_options": {"name": str(tmp_path)}}
     async with AsyncExitStack() as stack:
         engine = ShardedEngine(whole, 1)
-        await engine.open(stack, lambda rank: config(tmp_path, device_slots=slots, host_slots=slots, **more))
+        await engine.open(stack, config(tmp_path, device_slots=slots, host_slots=slots, **more))
         await engine.store(tokens)
         await engine.caches[0].flush()
         assert await engine.restored(tokens) == [len(tokens)]
@@ -213,16 +208,7 @@ async def test_a_part_that_is_lost_or_damaged_is_a_miss(tmp_path: Path) -> None:
     whole, tokens = tiny_spec("llama"), random_tokens(2 * PAGE)
     slots = slots_of(whole)
 
-    def options(rank: int) -> CacheConfig:
-        url = f"file://{tmp_path}"
-        return config(
-            tmp_path,
-            storage="object",
-            storage_options={"url": url},
-            device_slots=slots,
-            host_slots=slots,
-        )
-
+    options = in_objects(tmp_path, slots)
     async with AsyncExitStack() as stack:
         engine = ShardedEngine(whole, 1)
         await engine.open(stack, options)
@@ -250,7 +236,7 @@ async def test_many_pages_at_once_and_cancelled_reads(tmp_path: Path) -> None:
     prompts = [random_tokens(pages * PAGE, seed=seed) for seed in range(2)]
     async with AsyncExitStack() as stack:
         engine = ShardedEngine(whole, 1)
-        await engine.open(stack, lambda rank: options)
+        await engine.open(stack, options)
         for prompt in prompts:
             await engine.store(prompt)
         (cache,) = engine.caches
