@@ -244,7 +244,15 @@ class ModelCalls:
             UsageError, Exception: as of `ModelRank.run`, and of `use`.
         """
         self._send(call)
-        work = partial(self._compute, call, use)
+        return await self.here(partial(self._compute, call, use))
+
+    async def here(self, work: Callable[[], T]) -> T:
+        """Run `work` on the model's thread, in turn; on this rank alone, unless it was sent.
+
+        Raises:
+            RankError: a rank of the group is lost, for which the thread may wait.
+            Exception: as of `work`.
+        """
         if self._group is None:
             return await self.thread.run(work)
         return await self._unless_lost(self._group, work)

@@ -268,5 +268,5 @@ class PrefixCachedModel:
         )
         assert prefilled.logits is not None, "a hit leaves a token to compute"
         job.hit = prefilled.hit
-        job.take(await self._runner.context.calls.thread.run(partial(job.sampler.choose, prefilled.logits)))
+        job.take(await self._runner.context.calls.here(partial(job.sampler.choose, prefilled.logits)))
         return Row(job, sequence)
