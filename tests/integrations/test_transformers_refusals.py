@@ -8,10 +8,12 @@ import pytest
 import torch
 from transformers import DynamicCache, InklingTextConfig
 
+from asynchicache import CacheConfig
 from asynchicache.errors import ConfigError, UnsupportedModelError, UsageError
 from asynchicache.integrations.transformers.batches import stack
 from asynchicache.integrations.transformers.forward import decode, prefill
 from asynchicache.integrations.transformers.layers import PoolMap
+from asynchicache.integrations.transformers.prefill_runner import check_model
 from asynchicache.integrations.transformers.snapshot import (
     new_cache,
     restore,
@@ -225,3 +227,17 @@ def test_index_keys_and_states_that_the_spec_does_not_know() -> None:
     pools = pool_map(ModelSpec("other", PAGE, 4, (spec.pools[0], replace(state, tensors=known))), 8)
     with pytest.raises(UsageError, match=r"layer 1 keeps states \[0, 1, 2\] and \[0\], its pool \[0\]"):
         write_states(filled("qwen4_exp", PAGE), pools, 0)
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({"cp": (0, 2)}, r"cp \(0, 2\): .* keeps every token on each rank"),
+        ({"pp": (0, 2)}, "the model has 4 layers, and the spec those from 0 to 1"),
+        ({"pp": (1, 2)}, "the model has 4 layers, and the spec those from 2 to 3"),
+    ],
+)
+def test_a_model_that_is_not_the_part_of_its_rank(axes: dict[str, tuple[int, int]], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_model(tiny_model("llama"), CacheConfig(), tiny_spec("llama").shard(**axes))
+    check_model(tiny_model("llama"), CacheConfig(), tiny_spec("llama").shard(tp=(0, 2)))

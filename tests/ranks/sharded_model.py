@@ -1,4 +1,4 @@
-"""A rank of a tiny real model, cut by hand for tensor parallelism: its weights, its pools, and its forwards.
+"""A rank of a tiny real model, cut by hand: its weights, its pools, and its forwards.
 
 Sums over ranks are all-reduces of gloo, which belong to the model. The cache uses none.
 """
@@ -18,8 +18,11 @@ from asynchicache.integrations.transformers.forward import decode, prefill
 from asynchicache.integrations.transformers.layers import PoolMap
 from asynchicache.integrations.transformers.snapshot import new_cache, restore, write_pages, write_states
 from integrations.zoo import PAGE, tiny_config, tiny_model, tiny_spec
+from ranks import staged_model
 
 RANKS = 2
+STAGED = "qwen3_5 in stages"
+"""The model that is cut into pipeline stages; others are cut by tensor parallelism."""
 TOKEN = "of this test"
 DIVIDED = (
     "num_attention_heads",
@@ -35,7 +38,7 @@ Tensors = Callable[[str, str], torch.Tensor]
 
 def options(name: str, folder: Path) -> CacheConfig:
     """Device memory for one conversation, and storage that all ranks reach."""
-    slots = {pool.name: 16 for pool in tiny_spec(name).owners}
+    slots = {pool.name: 16 for pool in rank_spec(name, 0).owners}
     return CacheConfig(
         device_slots=slots,
         host_slots=slots,
@@ -46,6 +49,8 @@ def options(name: str, folder: Path) -> CacheConfig:
 
 
 def rank_spec(name: str, rank: int) -> ModelSpec:
+    if name == STAGED:
+        return staged_model.whole_spec().shard(pp=(rank, RANKS))
     return tiny_spec(name).shard(tp=(rank, RANKS))
 
 
@@ -65,7 +70,9 @@ def rank_config(name: str) -> PreTrainedConfig:
 
 
 def rank_model(name: str, rank: int) -> PreTrainedModel:
-    """The rank's part of `tiny_model(name)`; what it computes from a part of its inputs is summed."""
+    """The rank's part of the model; what tensor parallelism computes from a part of its inputs is summed."""
+    if name == STAGED:
+        return staged_model.stage_model(rank)
     whole = tiny_model(name)
     model = type(whole)(rank_config(name)).eval()
     with torch.no_grad():
@@ -143,7 +150,7 @@ class ModelRank:
 
 def generate_whole(name: str, tokens: Sequence[int], new: int) -> list[int]:
     """The same tokens by the whole model in one process, without a cache of anything before."""
-    model = tiny_model(name)
+    model = staged_model.whole_model() if name == STAGED else tiny_model(name)
     cache = new_cache(model.config)
     return _generate(model, cache, prefill(model, cache, tokens, 0, len(tokens)), len(tokens), new)
 

@@ -19,7 +19,16 @@ from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.options import RankLimits
 from integrations.zoo import PAGE, random_tokens
 from ranks.launch import launch
-from ranks.sharded_model import RANKS, TOKEN, generate_whole, join_model, options, rank_model, rank_spec
+from ranks.sharded_model import (
+    RANKS,
+    STAGED,
+    TOKEN,
+    generate_whole,
+    join_model,
+    options,
+    rank_model,
+    rank_spec,
+)
 
 NEW = 2 * PAGE
 
@@ -71,7 +80,7 @@ def ends(history: Sequence[int]) -> int:
     return (len(history) - 1) // PAGE * PAGE
 
 
-@pytest.mark.parametrize(("name", "restarts"), [("qwen3_5", 1), ("deepseek_v3", 0)])
+@pytest.mark.parametrize(("name", "restarts"), [("qwen3_5", 1), ("deepseek_v3", 0), (STAGED, 0)])
 async def test_conversations_over_two_processes(name: str, restarts: int, tmp_path: Path) -> None:
     """They join and leave one batch, resume where they ended, and after a restart too."""
     talks = [random_tokens(length, seed=length) for length in (7, 19, 30)]

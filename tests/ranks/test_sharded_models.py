@@ -20,6 +20,7 @@ from integrations.zoo import PAGE, random_tokens
 from ranks.launch import launch
 from ranks.sharded_model import (
     RANKS,
+    STAGED,
     TOKEN,
     Job,
     ModelRank,
@@ -108,10 +109,10 @@ async def life(name: str, folder: Path) -> AsyncIterator[ModelGroup]:
             await follower.wait()
 
 
-def damage(folder: Path, part: str, digests: Sequence[bytes]) -> int:
-    """Flip a byte of these pages, where their path names `part` of the model; how many there were."""
+def damage(folders: Sequence[Path], digests: Sequence[bytes]) -> int:
+    """Flip a byte of these pages in each folder; how many there were."""
     names = {digest.hex() for digest in digests}
-    found = [path for path in folder.rglob("*") if path.name in names and part in path.parent.name]
+    found = [path for folder in folders for path in folder.iterdir() if path.name in names]
     for path in found:
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
@@ -120,17 +121,21 @@ def damage(folder: Path, part: str, digests: Sequence[bytes]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "part", "left"),
+    ("name", "pools", "damaged", "left"),
     [
         # Each rank stores its heads. The states that were read belong to the pages that are lost; the ones
         # before them are read by the next request.
-        ("qwen3_5", "tp1", 0),
+        ("qwen3_5", "*.tp1-2", 2, 0),
+        # Each stage stores its layers.
+        (STAGED, "*.kv", 1, 0),
         # Latents are stored once, for all ranks.
-        ("deepseek_v3", "", 2 * PAGE),
+        ("deepseek_v3", "*.kv", 1, 2 * PAGE),
     ],
 )
-async def test_two_processes_serve_the_tokens_of_one(name: str, part: str, left: int, tmp_path: Path) -> None:
-    """Also after a restart, and where storage is damaged; `part`: whose pages are, `left`: the hit then."""
+async def test_two_processes_serve_the_tokens_of_one(
+    name: str, pools: str, damaged: int, left: int, tmp_path: Path
+) -> None:
+    """Also after a restart, and with the first `damaged` of `pools` damaged; `left`: the hit then."""
     pages = tmp_path / "pages"
     pages.mkdir()
     talk, other = [1], [2]
@@ -139,7 +144,7 @@ async def test_two_processes_serve_the_tokens_of_one(name: str, part: str, left:
             assert await group.turn(history, seed) == 0
             assert await group.turn(history, seed + 10) == 2 * PAGE
     digests = page_digests(token_array(other), PAGE, namespace_seed(None))[2:]
-    assert damage(pages, part, digests) > 0
+    assert damage(sorted(pages.glob(pools))[:damaged], digests) > 0
     async with life(name, tmp_path) as group:
         ceiling = computed(talk)
         assert await group.turn(talk, 3) == ceiling, "a restart finds everything in storage"

@@ -11,7 +11,7 @@ from asynchicache.errors import ConfigError
 from asynchicache.specs.huggingface import describe
 from asynchicache.specs.identity import HuggingFaceConfig
 from asynchicache.specs.pools import PoolSpec
-from asynchicache.specs.sharding import Axis, Shard, shard_pools, tensor_places
+from asynchicache.specs.sharding import WHOLE, Axis, Shard, shard_pools, stage_layers, tensor_places
 from asynchicache.specs.variants import draft_pools, quantise
 from asynchicache.types import check_number
 
@@ -196,7 +196,7 @@ class ModelSpec:
         Raises:
             ConfigError: the model cannot be divided so, or pools were changed after `shard`.
         """
-        division = self._division or Division(self, Shard.of(tp=(0, 1), pp=(0, 1), cp=(0, 1)), None, "token")
+        division = self._division or Division(self, WHOLE, None, "token")
         tp = division.place.tp
         if parts % tp.size:
             raise ConfigError(f"store_parts {parts} must be a multiple of the tensor-parallel size {tp.size}")
@@ -211,6 +211,17 @@ class ModelSpec:
             ]
         except ConfigError as error:
             raise ConfigError(f"store_parts {parts}: {error}") from error
+
+    @property
+    def place(self) -> Shard:
+        """The place of the rank that has these pools, on every axis."""
+        return self._division.place if self._division else WHOLE
+
+    @property
+    def stage(self) -> range:
+        """Layers of the rank's pipeline stage, by their numbers in the model; without stages, all."""
+        layers = self._division.layers if self._division else None
+        return stage_layers(self.layers, self.place.pp, layers)
 
     def pool(self, name: str) -> PoolSpec:
         return self._by_name[name]

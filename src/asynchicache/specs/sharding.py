@@ -40,6 +40,18 @@ class Shard:
         """
         return cls(**{name: _axis(name, value) for name, value in axes.items()})
 
+    @property
+    def count(self) -> int:
+        """How many ranks the model is divided over."""
+        return self.tp.size * self.pp.size * self.cp.size
+
+    def __str__(self) -> str:
+        return f"tp {self.tp.size}, pp {self.pp.size}, cp {self.cp.size}"
+
+
+WHOLE = Shard(Axis(0, 1), Axis(0, 1), Axis(0, 1))
+"""The place of the only rank of a model that is not divided."""
+
 
 def _axis(name: str, value: tuple[int, int]) -> Axis:
     if not isinstance(value, tuple) or len(value) != len(Axis._fields):

@@ -50,7 +50,7 @@ async def run_follower(
         Exception: the model's error. The group has failed then.
     """
     config = config or CacheConfig(device=str(model.device))
-    check_model(model, config)
+    check_model(model, config, spec)
     decoder = msgspec.msgpack.Decoder(ModelCall)
     with closing(open_device(config)) as device:
         stream = device.stream("model")  # stays empty: a call ends only when the device has finished

@@ -60,7 +60,7 @@ class StateMemory(NamedTuple):
 
 
 class PoolMap:
-    """The tensors of the device pools, by global layer.
+    """The tensors of the device pools, by layer of the rank's own model: a pipeline stage counts its from 0.
 
     Args:
         spec: the model's pools.
@@ -90,9 +90,9 @@ class PoolMap:
             if self.slots.setdefault(owner, slots) != slots:
                 raise ConfigError(f"pool {pool.name!r} has {slots} slots, {owner!r} {self.slots[owner]}")
             if pool.per_token:
-                _add_pages(self.pages.setdefault(owner, {}), pool, memory)
+                _add_pages(self.pages.setdefault(owner, {}), pool, memory, spec.stage.start)
             else:
-                _add_states(self.states, pool, memory)
+                _add_states(self.states, pool, memory, spec.stage.start)
 
     def check_slots(self, pool: str, slots: Sequence[int]) -> None:
         """Raise `UsageError` if the pool does not have a slot."""
@@ -136,7 +136,9 @@ def _check_tensor(pool: PoolSpec, spec: TensorSpec, page_size: int, memory: torc
         )
 
 
-def _add_pages(layers: dict[int, LayerTensors], pool: PoolSpec, memory: Mapping[str, torch.Tensor]) -> None:
+def _add_pages(
+    layers: dict[int, LayerTensors], pool: PoolSpec, memory: Mapping[str, torch.Tensor], start: int
+) -> None:
     """Add views of each layer's part of the memory, one per section."""
     for spec in pool.tensors:
         fields = _PAGE_FIELDS.get(spec.name, ())
@@ -147,14 +149,16 @@ def _add_pages(layers: dict[int, LayerTensors], pool: PoolSpec, memory: Mapping[
             )
         for index, layer in enumerate(spec.layers):
             parts = torch.split(memory[spec.name][index], list(spec.sections or spec.shape[-1:]), dim=-1)
-            layers.setdefault(layer, {}).update(zip(fields, parts, strict=True))
+            layers.setdefault(layer - start, {}).update(zip(fields, parts, strict=True))
 
 
-def _add_states(states: dict[int, StateMemory], pool: PoolSpec, memory: Mapping[str, torch.Tensor]) -> None:
+def _add_states(
+    states: dict[int, StateMemory], pool: PoolSpec, memory: Mapping[str, torch.Tensor], start: int
+) -> None:
     for spec in pool.tensors:
         if spec.name not in _STATE_FIELDS:
             raise UnsupportedModelError(f"pool {pool.name!r}: transformers' cache layers keep no {spec.name}")
         kind, field = _STATE_FIELDS[spec.name]
         for index, layer in enumerate(spec.layers):
-            held = states.setdefault(layer, StateMemory({}, {}, {}))
+            held = states.setdefault(layer - start, StateMemory({}, {}, {}))
             getattr(held, kind)[field] = memory[spec.name][index]

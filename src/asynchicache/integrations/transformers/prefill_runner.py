@@ -17,6 +17,7 @@ from asynchicache.integrations.transformers.bridge import CacheBridge
 from asynchicache.integrations.transformers.calls import Drop, Feed, ModelCalls, ModelRank, Trim
 from asynchicache.integrations.transformers.forward import feeds_one_by_one
 from asynchicache.integrations.transformers.prefix import CachedPrefix, PrefixContext
+from asynchicache.integrations.transformers.snapshot import new_cache
 from asynchicache.integrations.transformers.thread import ModelThread
 from asynchicache.ranks.joining import RankGroup
 from asynchicache.specs import ModelSpec
@@ -257,12 +258,12 @@ async def open_prefill_runner(
         CapacityError, StorageError: as of `HybridCache.open`.
     """
     config = config or CacheConfig(device=str(model.device))
-    check_model(model, config)
-    if prefill_chunk < 1:
-        raise ConfigError(f"prefill_chunk {prefill_chunk} must be 1 token at least")
     if spec is None:
         dtype = str(model.dtype).removeprefix("torch.")
         spec = ModelSpec.from_config(model.config, page_size=page_size, dtype=dtype)
+    check_model(model, config, spec)
+    if prefill_chunk < 1:
+        raise ConfigError(f"prefill_chunk {prefill_chunk} must be 1 token at least")
     cache = await stack.enter_async_context(HybridCache.open(spec, config, storage=storage, group=group))
     runner = PrefillRunner(model, cache, ModelThread(model.device), prefill_chunk=prefill_chunk, group=group)
     stack.callback(runner.context.calls.close)
@@ -277,15 +278,26 @@ def _without(hit: Hit, computed: int) -> Hit:
     return replace(hit, tokens=tokens, by_tier=dict.fromkeys(hit.by_tier, tokens))
 
 
-def check_model(model: PreTrainedModel, config: CacheConfig) -> None:
+def check_model(model: PreTrainedModel, config: CacheConfig, spec: ModelSpec) -> None:
     """
     Raises:
-        ConfigError: the model cannot be used with a cache of these options.
+        ConfigError: the model cannot be used with a cache of these options and pools.
     """
     if model.training:
         raise ConfigError("the model is in training mode, where dropout is random: call model.eval()")
     if torch.device(config.device).type != model.device.type:
         raise ConfigError(f"the model is on {model.device}, the cache on {config.device}: set config.device")
+    if spec.place.cp.size > 1:
+        raise ConfigError(
+            f"cp {tuple(spec.place.cp)}: a model of transformers keeps every token on each rank; "
+            "context parallelism needs an engine of its own (RankWorker)"
+        )
+    layers = len(new_cache(model.config))
+    if layers != len(spec.stage):
+        raise ConfigError(
+            f"the model has {layers} layers, and the spec those from {spec.stage.start} to "
+            f"{spec.stage.stop - 1}: a rank's model has the layers of its stage, and no others"
+        )
 
 
 def _device_pages(cache: HybridCache, pool: str) -> int:

@@ -260,8 +260,8 @@ def restore(
         raise UsageError(f"{tokens} tokens are not whole pages within {len(kv_slots)} slots")
     _check_state_slot(pools, tokens, state_slot)
     cache = new_cache(config)
-    if len(cache) != pools.spec.layers:
-        raise UsageError(f"the config has {len(cache)} layers, the spec {pools.spec.layers}")
+    if len(cache) != len(pools.spec.stage):
+        raise UsageError(f"the config has {len(cache)} layers, the spec {len(pools.spec.stage)}")
     slots = _page_slots(pools, kv_slots[:pages], window_slots, tokens)
     with torch.no_grad():
         if pages:
