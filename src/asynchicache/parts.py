@@ -77,6 +77,22 @@ async def attach_storage(
     )
 
 
+def rank_parts(spec: ModelSpec, config: CacheConfig) -> dict[str, tuple[str, bool]]:
+    """By pool that is not the same on all ranks: the name of the rank's part, and whether it writes it.
+
+    Ranks with the same name have the same keys, so they must have the same bytes.
+
+    Raises:
+        ConfigError: the spec is that of a rank, and the options name a rank too.
+    """
+    found = {}
+    for pool in spec.pools:
+        if not pool.replicated:
+            fingerprint, shard = _identity(spec, pool.name, config)
+            found[pool.name] = f"{fingerprint.hex()[:16]} {shard}".strip(), pool.writes
+    return found
+
+
 def _divided(spec: ModelSpec, config: CacheConfig, hosts: Mapping[str, HostPool]) -> dict[str, DividedPool]:
     """By pool that tensor-parallel ranks divide, the parts that its pages are stored as.
 

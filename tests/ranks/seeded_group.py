@@ -6,20 +6,33 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from msgspec.structs import replace
+
 from asynchicache import CacheConfig, HybridCache, ModelSpec
 from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.worker import RankWorker
+from asynchicache.specs.sharding import WHOLE
 from asynchicache.storage.protocol import StorageBackend
-from asynchicache.testing.rank_chaos import LIMITS, DelayedLink, RankMirror
+from asynchicache.testing.delayed_link import DelayedLink
+from asynchicache.testing.rank_chaos import LIMITS, RankMirror
 from asynchicache.testing.seeded import SeededWorld
 
 
 @asynccontextmanager
 async def seeded_group(
-    world: SeededWorld, specs: Sequence[ModelSpec], config: CacheConfig, storage: Sequence[StorageBackend]
+    world: SeededWorld,
+    specs: Sequence[ModelSpec],
+    config: CacheConfig,
+    storage: Sequence[StorageBackend],
+    *,
+    by_options: bool = True,
 ) -> AsyncIterator[tuple[RankMirror, list[RankWorker]]]:
-    """A group of one rank for each of `specs`, with its storage; the leader closes first."""
+    """A group of one rank for each of `specs`, with its storage; the leader closes first. `by_options`: if
+    specs do not say what part of a model they are, the options rank and ranks do."""
     devices = [world.device() for _ in specs]
+    configs = [config] * len(specs)
+    if by_options and all(spec.place == WHOLE for spec in specs):
+        configs = [replace(config, rank=rank, ranks=len(specs)) for rank in range(len(specs))]
     joined: dict[int, RankWorker] = {}
     async with AsyncExitStack() as stack:
         group = RankGroup("secret", LIMITS, ranks=len(specs))
@@ -27,7 +40,7 @@ async def seeded_group(
         async def follow(rank: int, link: DelayedLink) -> None:
             joining = RankWorker.join(
                 specs[rank],
-                config,
+                configs[rank],
                 "unix:of-a-test",
                 "secret",
                 rank=rank,
@@ -45,7 +58,7 @@ async def seeded_group(
                 forming.create_task(group.admit(here))
                 forming.create_task(follow(rank, there))
             cache = await HybridCache.open(
-                specs[0], config, storage=storage[0], port=world.port, device=devices[0], group=group
+                specs[0], configs[0], storage=storage[0], port=world.port, device=devices[0], group=group
             )
         workers = [joined[rank] for rank in sorted(joined)]
         try:

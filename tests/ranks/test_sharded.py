@@ -10,11 +10,13 @@ from transformers import LlamaConfig
 
 from asynchicache import CacheConfig, HybridCache, ModelSpec
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.errors import UsageError
+from asynchicache.errors import RankError, UsageError
 from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.worker import RankWorker
-from asynchicache.testing.rank_chaos import LIMITS, PAGE, DelayedLink, RankMirror
+from asynchicache.testing.delayed_link import DelayedLink
+from asynchicache.testing.rank_chaos import LIMITS, PAGE, RankMirror
 from asynchicache.testing.seeded import SeededWorld, run_seeded
+from ranks.seeded_group import seeded_group
 
 MODEL = ModelSpec.from_config(
     LlamaConfig(
@@ -24,6 +26,10 @@ MODEL = ModelSpec.from_config(
         num_key_value_heads=4,
         intermediate_size=32,
     ),
+    page_size=PAGE,
+)
+FEW_HEADS = ModelSpec.from_config(
+    LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2),
     page_size=PAGE,
 )
 CONFIG = CacheConfig(device_slots={"kv": 32}, host_slots={"kv": 32}, weight_version="test")
@@ -91,3 +97,50 @@ def test_a_group_of_one_is_refused() -> None:
             await opening
 
     run_seeded(0, main)
+
+
+@pytest.mark.parametrize(
+    ("specs", "error", "words"),
+    [
+        # Both would store their heads under the same keys, and read those of the other.
+        ([MODEL.shard(tp=(0, 2))] * 2, RankError, "rank 1 keeps the same part of pool 'kv' as rank 0"),
+        # The heads of both are those of ranks 0 and 2; rank 1 may have a copy, and so may rank 2.
+        (
+            [FEW_HEADS.shard(tp=(rank, 4)) for rank in (0, 1, 1, 3)],
+            RankError,
+            "rank 3 has a copy of a part of pool 'kv' that no rank writes: .* tp1/2",
+        ),
+        (
+            [MODEL.shard(tp=(0, 2)), MODEL.shard(pp=(1, 2))],
+            RankError,
+            "rank 1 differs from rank 0 in division: 'tp 1, pp 2, cp 1', not 'tp 2, pp 1, cp 1'",
+        ),
+        (
+            [MODEL.shard(tp=(rank, 4)) for rank in range(2)],
+            UsageError,
+            "the model is divided over 4 ranks .tp 4, pp 1, cp 1.; this group has 2",
+        ),
+    ],
+)
+def test_ranks_that_are_not_the_parts_of_one_model(
+    specs: list[ModelSpec], error: type[Exception], words: str
+) -> None:
+    refused(specs, error, words)
+
+
+def test_stages_by_their_own_configurations() -> None:
+    """Their layers have the same numbers, so their pages would have the same keys."""
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=4)
+    stage = ModelSpec.from_config(config, page_size=PAGE)
+    refused([stage, stage], RankError, "rank 1 keeps the same part of pool 'kv' as rank 0", by_options=False)
+
+
+def refused(specs: list[ModelSpec], error: type[Exception], words: str, *, by_options: bool = True) -> None:
+    async def main(world: SeededWorld) -> None:
+        stores = [MemoryBackend(MemoryStore())] * len(specs)
+        async with seeded_group(world, specs, CONFIG, stores, by_options=by_options):
+            pass
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run_seeded(0, main)
+    assert caught.group_contains(error, match=words), str(caught.value.exceptions)

@@ -10,6 +10,7 @@ import hmac
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from importlib.metadata import version
+from types import MappingProxyType
 
 from asynchicache.config import CacheConfig
 from asynchicache.errors import RankError
@@ -30,6 +31,7 @@ def build_of(spec: ModelSpec, config: CacheConfig, *, engine: bool = False) -> d
         "salt": sha256(config.salt.encode()).hexdigest()[:16],  # a hash: an error names both values
         "host_layout": str(config.host_layout),
         "ranks": str(config.ranks),
+        "division": str(spec.place),
         "store_parts": str(config.store_parts),
         "device memory": "an engine's" if engine else "the cache's",
     }
@@ -44,6 +46,7 @@ class Members:
         slots: of the leader.
         ranks: how many ranks the group has, the leader included.
         need: what the slots of the leader cost of the memory of its host.
+        parts: `parts.rank_parts` of the leader.
         engine: the device slots are pages of an engine's, which the leader names: every rank needs them all.
     """
 
@@ -54,6 +57,7 @@ class Members:
         slots: SlotCounts,
         ranks: int,
         need: HostNeed = HostNeed(),  # noqa: B008 - immutable
+        parts: Mapping[str, tuple[str, bool]] = MappingProxyType({}),
         *,
         engine: bool = False,
     ) -> None:
@@ -64,6 +68,9 @@ class Members:
         self._need = need
         self._engine = engine
         self._joined: dict[int, Hello] = {}
+        self._parts: dict[int, Mapping[str, tuple[str, bool]]] = {}
+        self._writers: dict[tuple[str, str], int] = {}
+        self._keep(0, parts)
 
     def admits(self, hello: Hello) -> bool:
         """Whether the sender knows the group's secret. Others are refused and change nothing."""
@@ -93,7 +100,36 @@ class Members:
             given = hello.slots[name][0]
             if self._engine and given < pages:
                 raise RankError(f"rank {rank} has {given} pages of {name!r}; rank 0 names any of {pages}")
+        self._keep(rank, hello.parts)
         self._joined[rank] = hello
+
+    def _keep(self, rank: int, parts: Mapping[str, tuple[str, bool]]) -> None:
+        """Note who writes what. Two ranks that write other bytes to the same keys would read each other's.
+
+        Raises:
+            RankError: another rank writes the same part.
+        """
+        self._parts[rank] = parts
+        for pool, (part, writes) in parts.items():
+            writer = self._writers.setdefault((pool, part), rank) if writes else rank
+            if writer != rank:
+                raise RankError(
+                    f"rank {rank} keeps the same part of pool {pool!r} as rank {writer} ({part}), and both "
+                    "write it: give each rank its own part (ModelSpec.shard of the whole model, or the "
+                    "options rank and ranks), or say that the pool is the same on all ranks (replicated)"
+                )
+
+    def _check_copies(self) -> None:
+        """
+        Raises:
+            RankError: a rank has a copy of a part that no rank writes.
+        """
+        for rank, parts in sorted(self._parts.items()):
+            for pool, (part, _) in parts.items():
+                if (pool, part) not in self._writers:
+                    raise RankError(
+                        f"rank {rank} has a copy of a part of pool {pool!r} that no rank writes: {part}"
+                    )
 
     @property
     def missing(self) -> Sequence[int]:
@@ -108,8 +144,10 @@ class Members:
         device if engines own that. `sharing`: what the method returns, or nothing.
 
         Raises:
-            RankError: the memory of a host does not suffice for what was chosen; names its ranks.
+            RankError: the memory of a host does not suffice for what was chosen; names its ranks. Or no rank
+                writes a part; names one that has a copy.
         """
+        self._check_copies()
         every = [self._slots, *(hello.slots for hello in self._joined.values())]
         least = {
             name: (min(one[name][0] for one in every), min(one[name][1] for one in every))

@@ -15,6 +15,7 @@ from asynchicache.controller.statistics import GroupStatistics
 from asynchicache.controller.storage_pools import StoragePools
 from asynchicache.controller.tasks import OwnedTasks
 from asynchicache.errors import RankError, RankLostError, RankProtocolError, StorageError, UsageError
+from asynchicache.parts import rank_parts
 from asynchicache.pools.host import HostPool
 from asynchicache.pools.shared import share
 from asynchicache.pools.sizing import FreeMemory
@@ -226,6 +227,10 @@ class RankGroup:
         ranks = config.ranks if self._ranks is None else self._ranks
         if config.rank or ranks < 2:
             raise UsageError(f"a rank group is led by rank 0 of 2 or more, not by {config.rank} of {ranks}")
+        if spec.place.count not in (1, ranks):
+            raise UsageError(
+                f"the model is divided over {spec.place.count} ranks ({spec.place}); this group has {ranks}"
+            )
         engine = pages is not None
         self._engine_layers = spec.layers if engine else 0
         if pages is not None:
@@ -236,6 +241,7 @@ class RankGroup:
             slots,
             ranks,
             need_of(spec, config, memory, engine=engine),
+            rank_parts(spec, config),
             engine=engine,
         )
         self._opened.set()

@@ -18,7 +18,7 @@ from asynchicache.pools.shared import HostHandle
 from asynchicache.ranks.host_sizes import HostNeed
 from asynchicache.types import Direction, MissReason, Outcome, Tier
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of these messages. Both sides of a connection must have the same one."""
 
 OUTCOMES = tuple(Outcome)
@@ -290,6 +290,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         slots: by pool that owns slots, the (device, host) slots that this rank has memory for.
         shares: equal for ranks that can share the host memory of replicated pools; empty: with none.
         need: what the slots cost of the memory of its host.
+        parts: `parts.rank_parts` of this rank.
     """
 
     protocol: int
@@ -299,6 +300,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     slots: dict[str, tuple[int, int]]
     shares: str = ""
     need: HostNeed = HostNeed()
+    parts: dict[str, tuple[str, bool]] = {}
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

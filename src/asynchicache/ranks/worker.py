@@ -15,7 +15,7 @@ from asynchicache.config import CacheConfig
 from asynchicache.controller.storage_pools import StoragePools
 from asynchicache.controller.tasks import OwnedTasks, shielded
 from asynchicache.errors import CacheError, RankError, RankLostError, UsageError
-from asynchicache.parts import attach_storage, free_memory, open_device
+from asynchicache.parts import attach_storage, free_memory, open_device, rank_parts
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.engine import EngineMemory
 from asynchicache.pools.host import HostPool, grow_pool
@@ -251,7 +251,7 @@ async def _greet(
     shares = sharing_key(spec, config.host_layout)
     build = build_of(spec, config, engine=engine is not None)
     need = need_of(spec, config, memory, engine=engine is not None)
-    hand.send(Hello(PROTOCOL, token, rank, build, slots, shares, need))
+    hand.send(Hello(PROTOCOL, token, rank, build, slots, shares, need, rank_parts(spec, config)))
     answer = await hand.receive(2 * limits.joining)
     if isinstance(answer, Refused):
         raise RankError(f"the leader refuses rank {rank}: {answer.error}")

@@ -26,7 +26,8 @@ from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.leader import RankLeader
 from asynchicache.ranks.worker import RankWorker
 from asynchicache.specs import ModelSpec
-from asynchicache.testing.rank_chaos import DelayedLink, RankMirror
+from asynchicache.testing.delayed_link import DelayedLink
+from asynchicache.testing.rank_chaos import RankMirror
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 
 _CLIENTS = 8
