@@ -711,6 +711,9 @@ class _RankLife:
         for prompt, length in of_these[-2:]:
             await mirror.cache.drain()  # copies of the prompt before lock host slots that this one may need
             with suppress(*_HOPELESS):
+                async with mirror.cache.request([*prompt, 1]) as request:
+                    if request.hit.tokens >= PAGE and request.hit.tokens // PAGE == length // PAGE:
+                        length -= length % PAGE  # for a tail alone, storage is not asked
                 hit, _ = await mirror.serve([*prompt, 1])
                 if hit < length:
                     self._report.violations.append(
