@@ -104,7 +104,7 @@ def test_a_group_of_one_is_refused() -> None:
     [
         # Both would store their heads under the same keys, and read those of the other.
         ([MODEL.shard(tp=(0, 2))] * 2, RankError, "rank 1 keeps the same part of pool 'kv' as rank 0"),
-        # The heads of both are those of ranks 0 and 2; rank 1 may have a copy, and so may rank 2.
+        # Of four ranks with two heads, 1 and 3 have copies: here of a head that nobody writes.
         (
             [FEW_HEADS.shard(tp=(rank, 4)) for rank in (0, 1, 1, 3)],
             RankError,
