@@ -229,6 +229,65 @@ def test_models_without_pools_are_refused_by_name(name: str, sizes: dict[str, ob
         ModelSpec.from_config(getattr(transformers, name)(**sizes))
 
 
+BOTH_WAYS = "would depend on the tokens after it"
+CROSS = "also depend on an encoder's input"
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        *[
+            (name, {}, f"is_encoder_decoder True: only decoders .*{CROSS}")
+            for name in ("t5gemma", "t5gemma2", "musicgen", "bart", "whisper", "encoder-decoder")
+        ],
+        ("vision-encoder-decoder", {}, CROSS),
+        ("speech-encoder-decoder", {}, CROSS),
+        *[(name, {}, CROSS) for name in ("t5gemma2_decoder", "idefics", "blip")],
+        *[(name, {"is_decoder": True}, CROSS) for name in ("trocr", "musicgen_decoder")],
+        ("gpt2", {"add_cross_attention": True}, f"gpt2 sets add_cross_attention True: .*{CROSS}"),
+        *[(name, {}, f"is_decoder False: .*{BOTH_WAYS}") for name in ("bert", "roberta", "xlm-roberta")],
+        ("xlnet", {}, f"xlnet sets attn_type 'bi': .*{BOTH_WAYS}"),
+        ("xlm", {}, BOTH_WAYS),
+        ("hrm_text", {}, f"prefix_lm True: .*{BOTH_WAYS}"),
+        ("paligemma", {}, BOTH_WAYS),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, BOTH_WAYS),
+        ("cpmant", {}, BOTH_WAYS),
+        ("openai-gpt", {}, "caches nothing"),
+        *[
+            (name, {}, f"{name}: transformers has no class of it that generates text")
+            for name in ("modernbert", "distilbert", "gte", "siglip_text_model", "clip", "qwen3_vl_vision")
+        ],
+        ("qwen2_5_omni_talker", {}, "no class of it that generates text"),
+    ],
+)
+def test_bytes_that_follow_from_more_than_the_tokens_before_them(
+    name: str, fields: dict[str, object], words: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        ModelSpec.from_config(transformers.AutoConfig.for_model(name, **fields))
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "qwen3_vl", "qwen3_vl_text", "step3p5", "mistral3", "gpt2"])
+def test_decoders_that_look_like_others(name: str) -> None:
+    """An attribute that is not read, a decoder within a wrapper, and the text part of one, by themselves."""
+    assert ModelSpec.from_config(transformers.AutoConfig.for_model(name)).pools
+
+
+def test_the_same_tokens_of_an_encoder_decoder_have_other_keys() -> None:
+    """Why they are refused, on a real one."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    half = {**sizes, **heads}
+    config = transformers.T5GemmaConfig(encoder=half, decoder=half, vocab_size=64)
+    model = transformers.T5GemmaForConditionalGeneration(config).eval()
+    keys = []
+    for prompt in (torch.arange(3, 30)[None], torch.arange(30, 60)[None]):
+        with torch.no_grad():
+            out = model(input_ids=prompt, decoder_input_ids=torch.arange(3, 20)[None], use_cache=True)
+        keys.append(out.past_key_values.self_attention_cache.layers[1].keys)
+    assert not torch.allclose(*keys, atol=1e-3)
+
+
 def test_an_unknown_indexer_is_refused() -> None:
     config = Changed(tiny_config("glm_moe_dsa"), {"indexer_types": ["full", "half", "full", "full"]})
     with pytest.raises(UnsupportedModelError, match=r"layer 1 .* indexer type 'half' is neither"):

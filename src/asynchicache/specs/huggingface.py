@@ -16,6 +16,7 @@ from asynchicache.specs.attention import (
     indexed_attention,
     sliding_attention,
 )
+from asynchicache.specs.causality import check_causal
 from asynchicache.specs.compressed import MODEL as COMPRESSING_MODEL
 from asynchicache.specs.compressed import compressed_sparse, heavily_compressed, window_only
 from asynchicache.specs.identity import HuggingFaceConfig, identity
@@ -44,7 +45,8 @@ def describe(config: HuggingFaceConfig, page_size: int, *, dtype: str | None = N
             for a model built from it without a dtype).
 
     Raises:
-        UnsupportedModelError: no pool describes the cache content of a layer; names layer and model.
+        UnsupportedModelError: no pool describes the cache content of a layer, or the content does not follow
+            from the tokens alone (encoder-decoders, attention in both directions); names layer and model.
         ConfigError: the configuration contradicts itself, or `config` is not a configuration.
     """
     if not hasattr(config, "model_type"):
@@ -101,23 +103,10 @@ def _recipe(layer: Layer) -> Recipe:
     return recipe
 
 
-_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "is_encoder_decoder": ((True,), "only decoders have pools"),
-    "use_bidirectional_attention": ((True, "all"), "a page depends on the tokens after it"),
-}
-"""Attributes that a configuration may not set, the refused values, and why."""
-
-
 def _text_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
     find = getattr(config, "get_text_config", None)
     text: HuggingFaceConfig = config if find is None else find(decoder=True)
-    for attribute, (values, why) in _REFUSED.items():
-        if getattr(text, attribute, None) in values:
-            raise UnsupportedModelError(f"{text.model_type} sets {attribute}: {why}")
-    if getattr(text, "cross_attention_layers", None):
-        raise UnsupportedModelError(
-            f"{text.model_type} sets cross_attention_layers: their keys follow an image, not the tokens"
-        )
+    check_causal(config, text)
     return text
 
 
