@@ -40,6 +40,7 @@ class MooncakeBackend:
         self._options = options
         self._given = store
         self._threads = ThreadPoolExecutor(options.threads, "asynchicache-mooncake")
+        self._lookups = ThreadPoolExecutor(options.threads, "asynchicache-mooncake-lookups")
         self._joining: asyncio.Task[MooncakeClient] | None = None
         self._engines: EngineRegistry[MooncakeEngine] = EngineRegistry()
         self._closed = False
@@ -75,6 +76,7 @@ class MooncakeBackend:
         await self._engines.aclose()
         await self._leave()
         self._threads.shutdown(wait=False)
+        self._lookups.shutdown(wait=False)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -87,7 +89,13 @@ class MooncakeBackend:
         slots = await self._run(partial(RegisteredSlots, self._memory, binding))
         options = self._options
         return MooncakeEngine(
-            binding, client, slots, self._threads, concurrency=options.threads, namespace=options.namespace
+            binding,
+            client,
+            slots,
+            self._threads,
+            self._lookups,
+            concurrency=options.threads,
+            namespace=options.namespace,
         )
 
     async def _join(self) -> MooncakeClient:

@@ -41,7 +41,8 @@ class MooncakeEngine:
         binding: the pool's slots in host memory.
         client: the cluster, shared with the backend's other engines.
         slots: the binding's slots, registered; the engine closes them.
-        threads: runs the calls.
+        threads: runs the calls that move pages.
+        lookups: runs the others, which wait for no page.
         concurrency: number of threads.
         namespace: prefix of every key.
     """
@@ -52,6 +53,7 @@ class MooncakeEngine:
         client: MooncakeClient,
         slots: RegisteredSlots,
         threads: futures.Executor,
+        lookups: futures.Executor,
         *,
         concurrency: int,
         namespace: str,
@@ -61,6 +63,7 @@ class MooncakeEngine:
         self._client = client
         self._slots = slots
         self._threads = threads
+        self._lookups = lookups
         self._namespace = namespace
         self._writes = WritesInFlight()
         self._running: set[futures.Future[Any]] = set()
@@ -75,7 +78,7 @@ class MooncakeEngine:
         Raises:
             StorageError: the cluster does not answer.
         """
-        return await self._call(partial(self._exists, keys))
+        return await self._call(partial(self._exists, keys), self._lookups)
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         return await self._call(partial(self._get, keys, slots))
@@ -113,17 +116,18 @@ class MooncakeEngine:
             self._closing = self._threads.submit(self._finish, list(self._running))
         await asyncio.shield(asyncio.wrap_future(self._closing))
 
-    async def _call(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread. It runs to its end even if the caller is cancelled; `aclose` waits."""
+    async def _call(self, work: Callable[[], T], threads: futures.Executor | None = None) -> T:
+        """Run `work` in a thread, by default one that moves pages. It runs to its end even if the caller is cancelled; `aclose` waits."""
         if self._closing is not None:
             raise ClosedError(f"mooncake engine of pool {self._binding.pool!r} is closed")
-        running = self._threads.submit(work)
+        running = (threads or self._threads).submit(work)
         self._running.add(running)
         running.add_done_callback(self._running.discard)
         return await asyncio.shield(asyncio.wrap_future(running))
 
     def _finish(self, running: list[futures.Future[Any]]) -> None:
-        # Threads start calls in submission order, so none of these can be queued behind this one.
+        # Threads start calls in submission order, so none of these can be queued behind this one; lookups have
+        # their own.
         futures.wait(running)
         self._slots.close()
 

@@ -26,7 +26,7 @@ class MooncakeOptions(BackendOptions, frozen=True):
         segment_bytes: memory that this process lends to the cluster; its contents are lost when this
             process ends. Default: 0, none.
         replicas: copies of every page, on different nodes. Default: 1.
-        threads: number of concurrent calls. Default: 4.
+        threads: number of concurrent calls that move pages, and of lookups beside them. Default: 4.
         namespace: prefix of every key; other keys are not touched. Default: `asynchicache`.
         open_seconds: deadline for opening. Default: 10.
     """

@@ -11,7 +11,7 @@ from functools import partial
 import obstore
 
 from asynchicache.backends.engine_registry import EngineRegistry
-from asynchicache.backends.object.engine import ObjectEngine, page_path
+from asynchicache.backends.object.engine import ObjectEngine, RequestTurns, page_path
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.stores import FAILURES, advice, make_store
 from asynchicache.errors import ClosedError, StorageError, StorageFormatError
@@ -46,7 +46,7 @@ class ObjectBackend:
         self._options = options
         self._port = port
         self._store = make_store(options)
-        self._turns = asyncio.Semaphore(options.requests)
+        self._turns = RequestTurns(asyncio.Semaphore(options.requests), asyncio.Semaphore(options.requests))
         self._engines: EngineRegistry[ObjectEngine] = EngineRegistry()
         self._closed = False
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import obstore
 from obstore.store import MemoryStore, ObjectStore
@@ -30,6 +30,13 @@ _PIECE_BYTES = 1 << 20
 """Copied in one step of the loop; a tenth of a millisecond."""
 
 
+class RequestTurns(NamedTuple):
+    """Limits of concurrent requests, of all pools: those for pages, and lookups, which wait for no page."""
+
+    pages: asyncio.Semaphore
+    lookups: asyncio.Semaphore
+
+
 class ObjectEngine:
     """One pool below one prefix of a store.
 
@@ -40,7 +47,7 @@ class ObjectEngine:
         binding: the pool's slots in host memory.
         port: threads to seal and check large pages.
         store: the object store.
-        turns: limits concurrent requests of all pools.
+        turns: limits concurrent requests.
         options: the user's options.
     """
 
@@ -49,7 +56,7 @@ class ObjectEngine:
         binding: PoolBinding,
         port: Port,
         store: ObjectStore,
-        turns: asyncio.Semaphore,
+        turns: RequestTurns,
         options: ObjectOptions,
     ) -> None:
         self.closed = False
@@ -94,7 +101,7 @@ class ObjectEngine:
             StorageError: the store does not answer, or refuses.
             ClosedError: the engine is closed; as all four calls.
         """
-        return bytearray(await self._each(self._is_there, keys))
+        return bytearray(await self._each(self._is_there, keys, turns=self._turns.lookups))
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         outcomes = await self._each(self._get, keys, slots)
@@ -132,8 +139,14 @@ class ObjectEngine:
         while self._running:
             await asyncio.wait(self._running)
 
-    async def _each(self, work: Callable[..., Awaitable[T]], *columns: Sequence[object]) -> list[T]:
-        """Run `work` for every row, several concurrently. A cancelled caller still waits for started work.
+    async def _each(
+        self,
+        work: Callable[..., Awaitable[T]],
+        *columns: Sequence[object],
+        turns: asyncio.Semaphore | None = None,
+    ) -> list[T]:
+        """Run `work` for every row, several concurrently, as `turns` (default: those for pages) allow. A
+        cancelled caller still waits for started work.
 
         Raises:
             StorageError: the first error that `work` raised.
@@ -142,7 +155,8 @@ class ObjectEngine:
             raise ClosedError(f"object engine of pool {self._binding.pool!r} is closed")
         waiting: set[asyncio.Task[T]] = set()
         rows = zip(*columns, strict=True)
-        tasks = [asyncio.create_task(self._in_turn(waiting, work, *row)) for row in rows]
+        turns = turns or self._turns.pages
+        tasks = [asyncio.create_task(self._in_turn(turns, waiting, work, *row)) for row in rows]
         waiting.update(tasks)
         for task in tasks:
             self._running.add(task)
@@ -157,9 +171,13 @@ class ObjectEngine:
         return [task.result() for task in tasks]
 
     async def _in_turn(
-        self, waiting: set[asyncio.Task[T]], work: Callable[..., Awaitable[T]], *row: object
+        self,
+        turns: asyncio.Semaphore,
+        waiting: set[asyncio.Task[T]],
+        work: Callable[..., Awaitable[T]],
+        *row: object,
     ) -> T:
-        async with self._turns:
+        async with turns:
             waiting.discard(asyncio.current_task())
             return await work(*row)
 

@@ -43,7 +43,8 @@ class ObjectOptions(BackendOptions, frozen=True):
         url: the bucket, and the prefix of every object's name.
         config: settings of the store by obstore's names: `endpoint`, `region`, `access_key_id`, ...
             Default: none; obstore then finds credentials as the cloud's own tools do.
-        requests: maximum number of concurrent requests, over all pools. Default: 32.
+        requests: maximum number of concurrent requests for pages, over all pools, and of lookups beside them.
+            Default: 32.
         timeout_seconds: time limit of one attempt of a request. Default: 10.
         retries: further attempts after a failure of the server or the network. Default: 2.
         index: list a pool's pages when it is opened, and answer `exists` from that list; pages that others

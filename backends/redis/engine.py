@@ -174,13 +174,13 @@ class RedisEngine:
         return self._prefix + key.text().encode()
 
     async def _count(self, verb: bytes, keys: Sequence[ObjectKey]) -> bytearray:
-        """Send one command a key, each of which answers 0 or 1."""
+        """Send one command a key, each of which answers 0 or 1 and moves no bytes."""
         if not keys:
             return bytearray()
         commands = [command(verb, self._name(key)) for key in keys]
         try:
             async with self._deadline():
-                replies = await self._pool.run(lambda connection: connection.ask(*commands))
+                replies = await self._pool.run(lambda connection: connection.ask(*commands), lookup=True)
         except OSError as error:
             raise StorageError(
                 f"{self._options.server}: {verb.decode()} of {len(keys)} keys: {_text(error)}"

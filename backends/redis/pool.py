@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +19,8 @@ from asynchicache.ports import Port, Worker
 T = TypeVar("T")
 
 _THREAD_NAME = "asynchicache-redis"
+_LOOKUPS = 2
+"""Connections that only ask, and never wait for pages; two, since a cache has several pools."""
 
 
 class ConnectionPool:
@@ -27,7 +29,7 @@ class ConnectionPool:
     Threads and connections are made when they are needed. The connection that was used last is taken first.
 
     Args:
-        options: the server, and how many connections.
+        options: the server, and how many connections may move pages at once; a few more only ask.
         port: threads.
     """
 
@@ -35,13 +37,14 @@ class ConnectionPool:
         self.size = options.connections
         self._options = options
         self._port = port
-        self._free = [_ConnectionThread(options, port) for _ in range(self.size)]
-        self._turns = asyncio.Semaphore(self.size)
+        self._free = [_ConnectionThread(options, port) for _ in range(self.size + _LOOKUPS)]
+        self._pages = asyncio.Semaphore(self.size)
+        self._lookups = asyncio.Semaphore(_LOOKUPS)
         self._closed = False
         self._closing = asyncio.Lock()  # two callers that close would wait for each other's turns
 
-    async def run(self, work: Callable[[RedisConnection], T]) -> T:
-        """Run `work` with a connection, in a thread.
+    async def run(self, work: Callable[[RedisConnection], T], *, lookup: bool = False) -> T:
+        """Run `work` with a connection, in a thread. A lookup waits only for other lookups.
 
         A call that is cancelled interrupts the connection, and ends when the thread has left the work: its
         memory is not touched afterwards. A call that raises anything may have read half a reply, so its
@@ -51,7 +54,7 @@ class ConnectionPool:
             OSError: the server cannot be reached, or the connection broke.
             ClosedError: the pool is closed.
         """
-        async with self._turns:
+        async with self._lookups if lookup else self._pages:
             if self._closed:
                 raise ClosedError("the connections to the server are closed")
             thread = self._free.pop()
@@ -64,18 +67,12 @@ class ConnectionPool:
         """Wait for the calls in flight, then close all connections and threads. Closing twice, or from two
         tasks at once, is harmless."""
         self._closed = True
-        held = 0
-        try:
-            async with self._closing:
-                while held < self.size:
-                    await self._turns.acquire()
-                    held += 1
-                for thread in self._free:
-                    thread.drop()
-                await off_the_loop(self._port, self._close_threads, self._abandon_threads)
-        finally:
-            for _ in range(held):
-                self._turns.release()
+        async with self._closing, AsyncExitStack() as stack:
+            for turns in [self._pages] * self.size + [self._lookups] * _LOOKUPS:
+                await stack.enter_async_context(turns)
+            for thread in self._free:
+                thread.drop()
+            await off_the_loop(self._port, self._close_threads, self._abandon_threads)
 
     def _close_threads(self) -> None:
         for thread in self._free:

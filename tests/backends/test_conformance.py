@@ -247,6 +247,25 @@ class Hangs(BrokenEngine):
         return []
 
 
+class QueuesQuestions(BrokenEngine):
+    """A question waits until the thread is done with the pages of others."""
+
+    def __init__(self, engine: PoolEngine, binding: PoolBinding) -> None:
+        super().__init__(engine, binding)
+        self.capabilities = replace(engine.capabilities, immediate=False)
+        self.turn = asyncio.Lock()
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        async with self.turn:
+            outcomes = await self.engine.get(keys, slots)
+            await asyncio.to_thread(self.binding.check, slots[0], keys[0])
+        return outcomes
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        async with self.turn:
+            return await self.engine.exists(keys)
+
+
 class IgnoresUses(BrokenEngine):
     async def touch(self, keys: Sequence[ObjectKey]) -> None:
         pass
@@ -284,6 +303,7 @@ class EvictsWhatItStores(IgnoresUses):
         (SaysThatItChecks, "test_a_page_that_is_not_what_was_sealed_is_no_hit"),
         (SharesWithoutHeaders, "test_a_page_comes_back_into_any_slot"),
         (Hangs, "test_a_page_comes_back_into_any_slot"),
+        (QueuesQuestions, "test_a_question_waits_for_no_page"),
         (BrokenEngine, "test_what_was_touched_last_is_evicted_last"),  # it has no touch
         (IgnoresUses, "test_what_was_touched_last_is_evicted_last"),
         (StoresWhatItIsToTouch, "test_a_touch_changes_no_page"),
@@ -293,7 +313,7 @@ class EvictsWhatItStores(IgnoresUses):
 )
 async def test_the_tests_find_what_is_wrong(wrong: type[BrokenEngine], test: str, tmp_path: Path) -> None:
     class Suite(BackendConformance):
-        seconds = 0.02 if wrong is Hangs else 300
+        seconds = 0.02 if wrong is Hangs else 1 if wrong is QueuesQuestions else 300
         bounded = True
 
         async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:

@@ -70,7 +70,7 @@ async def test_requests_at_once_are_limited(tmp_path: Path) -> None:
 
         async def watched(*call: object) -> Outcome:
             nonlocal most
-            most = max(most, 2 - backend._turns._value)
+            most = max(most, 2 - backend._turns.pages._value)
             return await inner(*call)
 
         first.engine._receive = second.engine._receive = watched

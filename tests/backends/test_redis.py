@@ -239,7 +239,7 @@ async def test_connections_are_few_and_have_a_name(server: RedisServer, client: 
             await asyncio.gather(*calls)
 
         names = [one["name"] for one in client.client_list()]
-        assert names.count("asynchicache") == 3
+        assert names.count("asynchicache") <= 3 + 2  # two for questions
     assert [one["name"] for one in client.client_list()].count("asynchicache") == 0
 
 

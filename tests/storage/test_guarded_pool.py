@@ -147,19 +147,19 @@ async def test_calls_are_cut_into_batches_and_taken_in_turns() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("concurrency", "order"), [(2, [4, 1]), (1, [4, 1, 4, 4])])
 async def test_puts_do_not_keep_others_waiting_behind_all_of_them(concurrency: int, order: list[int]) -> None:
-    async with scene(ScriptedEngine(concurrency=concurrency)) as s:
+    async with scene(ScriptedEngine(concurrency=concurrency), retries=0) as s:
         s.engine.outcome = Outcome.STORED
         s.engine.gate.clear()
         putting = asyncio.create_task(s.pool.put(s.keys(12), range(12)))
         await s.engine.entered(1)
-        asking = asyncio.create_task(s.pool.exists(s.keys(1)))
+        reading = asyncio.create_task(s.get(1, 20))
         if concurrency > 1:
             await s.engine.entered(1)  # before any put has ended
             assert s.engine.batches == order
         await asyncio.sleep(0)
         s.engine.gate.set()
 
-        await asking
+        await reading
         assert (await putting).outcomes == [Outcome.STORED] * 12
         assert s.engine.batches[: len(order)] == order
         assert s.engine.most == concurrency
@@ -538,22 +538,46 @@ def test_who_waits_for_a_turn_longer_than_the_deadline_is_told_so_and_the_engine
             first = asyncio.create_task(s.get(12))
             await s.engine.entered(1)
             started = world.loop.time()
-            second, asked = await asyncio.gather(s.get(12, 20), s.pool.exists(s.keys(2)))
 
-            assert (second, asked) == (
-                BatchResult([Outcome.TIMEOUT] * 12),
-                BatchResult([Outcome.TIMEOUT] * 2),
-            )
+            assert await s.get(12, 20) == BatchResult([Outcome.TIMEOUT] * 12)
             assert world.loop.time() - started == pytest.approx(2.0, abs=0.01)
             assert (await first).outcomes == [Outcome.HIT] * 12  # its last part waited 3.8 s
             assert s.engine.batches == [4, 4, 4]
             statistics = s.pool.statistics()
             assert (statistics.breaker, statistics.get.late) == (BreakerState.CLOSED, 0)
-            assert (statistics.get.calls, statistics.exists.calls) == (3, 0)
+            assert statistics.get.calls == 3
             assert statistics.get.outcomes == {Outcome.HIT: 12, Outcome.TIMEOUT: 12}
             assert (await s.get(4)).outcomes == [Outcome.HIT] * 4  # no turn was lost
 
     run_seeded(0, life)
+
+
+@pytest.mark.parametrize("seconds", [1.9, 2.1, 1000.0])
+def test_a_question_waits_for_no_page(seconds: float) -> None:
+    """Whatever is on the wire: pages that come slowly, too late, or never."""
+
+    async def life(world: SeededWorld) -> None:
+        async with busy(world, seconds) as s:
+            slow = s.engine.answer
+            moving: list[asyncio.Task[BatchResult]] = []
+            for _ in range(world.random.randint(1, 4)):
+                moving.append(asyncio.create_task(s.get(12)))
+                moving.append(asyncio.create_task(s.pool.put(s.keys(12), range(12, 24))))
+            await asyncio.sleep(world.random.uniform(0, 3))
+            s.engine.answer = s.engine.good  # of calls from here on: those of questions, for a moment
+            started = world.loop.time()
+            for _ in range(3):
+                asked = await s.pool.exists(s.keys(9))
+                closed = s.pool.statistics().breaker is BreakerState.CLOSED
+                assert asked.outcomes == [Outcome.HIT if closed else Outcome.FAILED] * 9
+            assert world.loop.time() - started < 0.01
+            s.engine.answer = slow
+            for task in moving:
+                task.cancel()
+            await asyncio.wait(moving)
+
+    for seed in range(20):
+        run_seeded(seed, life)
 
 
 def test_puts_wait_for_their_turns_as_long_as_it_takes() -> None:

@@ -1,6 +1,7 @@
 """Batching, concurrency limits, deadlines, a circuit breaker, checks and counters around every engine.
 
 Engines need none of these themselves. An engine that is slow, fails, hangs or lies costs a miss, never more.
+`exists` has permits of its own: a question does not wait for the bytes of others.
 """
 
 from __future__ import annotations
@@ -285,7 +286,8 @@ class GuardedPool:
         self._verifier = ReadVerifier(binding, self._capabilities, port)
         self._identities = {(binding.fingerprint, binding.pool, binding.shard)}
         self._breaker = CircuitBreaker(self._limits.failures, self._limits.cooldown, port.now)
-        self._concurrency = ConcurrencyLimit(self._capabilities.concurrency)
+        self._pages = ConcurrencyLimit(self._capabilities.concurrency)
+        self._lookups = ConcurrencyLimit(self._capabilities.concurrency)  # a question never waits for bytes
         self._presence = PresenceCache(self._limits, shared=self._capabilities.shared, now=port.now)
         self._calls: dict[_RunningCall, None] = {}  # in the order they began
         self._watchers: list[tuple[frozenset[int], asyncio.Future[None]]] = []
@@ -498,11 +500,12 @@ class GuardedPool:
             return self._record(kind, len(keys), await self._attempt(kind, keys, slots), started)
         try:
             # A touch does not queue with the puts: it must reach the engine before them.
-            acquired = await self._concurrency.acquire(deadline, put=kind is PUT)
+            lane = self._lookups if kind is EXISTS else self._pages
+            acquired = await lane.acquire(deadline, put=kind is PUT)
         except TimeoutError:  # other calls kept the engine busy: not its failure
             return self._reject(kind, len(keys), Outcome.TIMEOUT)
         with acquired as permit:
-            if self._hangs() or not self._may_call(kind):
+            if self._hangs(kind) or not self._may_call(kind):
                 return self._reject(kind, len(keys), kind.refused)
             call = self._start_call(kind, keys, slots, permit.pop_all())
         outcomes = await call.answer
@@ -510,9 +513,13 @@ class GuardedPool:
             deadline.renew()
         return outcomes
 
-    def _hangs(self) -> bool:
-        """Whether the engine is stuck: it has `concurrency` late calls, or the pool is closed."""
-        late = sum(call.late for call in self._calls if call.kind.feeds_breaker)
+    def _hangs(self, kind: EngineCall) -> bool:
+        """Whether the engine is stuck: the lane of `kind` has `concurrency` late calls, or the pool is
+        closed."""
+        lookup = kind is EXISTS
+        late = sum(
+            call.late for call in self._calls if call.kind.feeds_breaker and (call.kind is EXISTS) is lookup
+        )
         return self._closed or late >= self._capabilities.concurrency
 
     def _may_call(self, kind: EngineCall) -> bool:

@@ -30,7 +30,8 @@ class Capabilities:
         shared: other processes may read and write the same pages.
         batch_pages: most pages that one `get` or `put` handles well.
         batch_keys: most keys that one `exists` or `delete` handles well; these move no pages.
-        concurrency: most concurrent calls that the engine handles well.
+        concurrency: most concurrent calls that the engine handles well; the core makes as many `exists` calls
+            beside them.
         immediate: calls never suspend (memory). The core awaits them directly, without a task, a deadline or
             a permit, and yields to the event loop between batches. A call that suspends has failed.
 
@@ -155,7 +156,10 @@ class PoolEngine(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
-        """One byte per key: 1 if a `get` now would very likely hit, else 0."""
+        """One byte per key: 1 if a `get` now would very likely hit, else 0.
+
+        Never waits for pages that other calls move: not for their threads, connections or permits.
+        """
         ...
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ class TearingBinding(SlotBinding):
 
     Attributes:
         torn: digests of the pages to damage; initially empty.
+        flow: while it is cleared, threads that seal or check a page wait; the loop's thread does not.
     """
 
     def __init__(
@@ -86,8 +88,24 @@ class TearingBinding(SlotBinding):
     ) -> None:
         super().__init__(memory, fingerprint, shard, depends_on=depends_on)
         self.torn: set[bytes] = set()
+        self.flow = threading.Event()
+        self.flow.set()
+        self._home = threading.get_ident()
+
+    def _wait(self) -> None:
+        if threading.get_ident() != self._home:
+            self.flow.wait()
+
+    def check(self, slot: int, key: ObjectKey) -> Outcome:
+        self._wait()
+        return super().check(slot, key)
+
+    def restore(self, slot: int, key: ObjectKey, checksum: bytes) -> Outcome:
+        self._wait()
+        return super().restore(slot, key, checksum)
 
     def seal(self, slot: int, key: ObjectKey) -> bytes:
+        self._wait()
         checksum = super().seal(slot, key)
         if key.digest not in self.torn:
             return checksum
@@ -466,6 +484,29 @@ class BackendConformance:
 
             assert {outcome for answer in answers for outcome in answer} <= {STORED, EXISTS}
             assert await bench.get(keys, range(16, 24)) == [HIT] * 8
+
+    async def test_a_question_waits_for_no_page(self, tmp_path: Path) -> None:
+        """Pages of other calls may be stuck, in any number: in threads, on connections, for permits."""
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            assert isinstance(bench.binding, TearingBinding)
+            count = self.slots // 2
+            keys = bench.keys(*range(self.slots))
+            await bench.put(keys[:count], range(count))
+            bench.fill(keys[count:], range(count, self.slots))
+            bench.binding.flow.clear()
+            try:
+                moving = [asyncio.ensure_future(bench.engine.get([keys[n]], [n])) for n in range(count)]
+                moving += [
+                    asyncio.ensure_future(bench.engine.put([keys[n]], [n])) for n in range(count, self.slots)
+                ]
+                for _ in range(10):
+                    await asyncio.sleep(0)  # they are on their way, and ask first for all that is limited
+
+                assert await bench.engine.exists(bench.keys(0, 1, 900)) == bytes([1, 1, 0])
+            finally:
+                bench.binding.flow.set()
+            assert await asyncio.gather(*moving) == [[HIT]] * count + [[STORED]] * (self.slots - count)
 
     async def test_a_cancelled_call_disturbs_no_other(self, tmp_path: Path) -> None:
         async with self.backend(tmp_path) as backend:
