@@ -103,7 +103,7 @@ class WritePolicy(Enum):
     """When computed pages are copied to host memory and storage."""
 
     WRITE_THROUGH = "write_through"  # at the first publication
-    WRITE_THROUGH_SELECTIVE = "write_through_selective"  # at the second request that matches them
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"  # at the second request that asks for them
     WRITE_BACK = "write_back"  # ahead of their eviction
 
 

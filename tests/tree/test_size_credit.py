@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from asynchicache.tree.eviction import evict
+from asynchicache.tree.ghosts import Ghosts
 from asynchicache.tree.node import FULL_DEVICE, Node
 from asynchicache.tree.policies import SizeCredit
 from asynchicache.tree.radix_tree import UnifiedRadixTree
@@ -64,24 +65,23 @@ def test_a_return_counts_once():
 
 
 def test_what_was_evicted_lately_is_not_new():
-    policy = experienced()
-    prompt = key(64, 1 << 20)
-    policy.lost(32, bytes(prompt[32 * PAGE_BYTES : 33 * PAGE_BYTES]), 64)
-    policy.lost(0, bytes(prompt[:PAGE_BYTES]), 32)
+    tree = UnifiedRadixTree(1, eviction="size", capacity=1000)
+    prompt, other = array("q", range(64)), array("q", range(100, 164))
+    serve(tree, prompt)
+    evict(tree, FULL_DEVICE, 32)
+    evict(tree, FULL_DEVICE, 32)
+    assert [tree.count_known(tokens, tree.match(tokens)) for tokens in (prompt, other)] == [64, 0]
 
-    assert policy.credit(end(), 1, prompt, 0, 0.0) > 0
-    assert policy.credit(end(), 1, key(64, 1 << 21), 0, 0.0) < 0
+    tree.policy = experienced()
+    assert tree.credit(prompt, tree.match(prompt)) > 0
+    assert tree.credit(other, tree.match(other)) < 0
 
 
 def test_the_memory_of_what_was_evicted_is_bounded():
-    policy = experienced(capacity=10)
+    ghosts = Ghosts(10, PAGE_BYTES)
     for number in range(9):
-        policy.lost(0, bytes(key(1, number)), 10)
-
-    new = credit(policy, 10)
-    oldest = policy.credit(end(), 1, key(10, 0), 0, 0.0)
-    assert oldest == pytest.approx(new, rel=0.2)
-    assert policy.credit(end(), 1, key(10, 8), 0, 0.0) > new
+        ghosts.add(0, bytes(key(1, number)), 10)
+    assert [ghosts.reach(key(12, number), 0) for number in range(9)] == [0] * 5 + [10] * 4
 
 
 def test_the_order_is_that_of_worth_and_the_credit_of_the_request():

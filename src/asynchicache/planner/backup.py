@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from asynchicache.planner.actions import Copy, StorageWrite, StoredSpan
 from asynchicache.planner.activity import Activity
+from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.tree import copies
 from asynchicache.tree.copies import CopyRequest
@@ -73,6 +74,25 @@ class BackupPlanner:
         if policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             return node.hits >= _SELECTIVE_HITS
         return policy is WritePolicy.WRITE_THROUGH
+
+    def last_due(self, node: Node) -> Node | None:
+        """The last node of the path to `node` that is due; None if there is none."""
+        if self._state.write_policy is WritePolicy.WRITE_BACK:
+            return None
+        current: Node | None = node
+        while current is not None and current.parent is not None and not self.due(current):
+            current = current.parent
+        return current if current is not None and current.parent is not None else None
+
+    def count_seen(self, request: RequestState, pages: int) -> None:
+        """Count the request's first `pages` pages that the tree had when it came, in whatever tier or only
+        lately, as asked for twice. They were not hit, because they or their states had been evicted."""
+        if self._state.write_policy is not WritePolicy.WRITE_THROUGH_SELECTIVE:
+            return
+        node = self._tree.known_end(request.tokens, request.seed, min(pages, request.known_pages))
+        while node.parent is not None and node.hits < _SELECTIVE_HITS:
+            node.hits = _SELECTIVE_HITS
+            node = node.parent
 
     def backup(self, node: Node, *, period: int | None = None) -> list[Copy]:
         """Copy to the host what the path to `node` has only on the device, as far as there is room.

@@ -219,16 +219,17 @@ class EnginePlanner:
             room = min(state.free[FULL_HOST].available, stop - above.end - 1)
             state.counters.host_pressure += stop - above.end - room
             stop = above.end + room
-        if stop == above.end:
-            return above, []
-        size = tree.page_bytes
-        key = memoryview(request.tokens).cast("B")[above.end * size : stop * size].tobytes()
-        end = tree.add_child(above, key)
-        for window in tree.windows if stop == pages else ():
-            tree.cut_window(end, window.id)
+        end = above
+        if stop > above.end:
+            size = tree.page_bytes
+            key = memoryview(request.tokens).cast("B")[above.end * size : stop * size].tobytes()
+            end = tree.add_child(above, key)
+            for window in tree.windows if stop == pages else ():
+                tree.cut_window(end, window.id)
+            for part in _path(end, above.end):
+                part.hits = 1
+        self._backups.count_seen(request, stop)
         parts = _path(end, above.end)[::-1]
-        for part in parts:
-            part.hits = 1
         return end, [(CopyRequest(part, FULL), state.free[FULL_HOST].allocate(part.pages)) for part in parts]
 
     def _others(
@@ -277,7 +278,7 @@ class EnginePlanner:
             if any(component_id == component.id for (_, component_id), _ in batch):
                 self._tree.use(component, end)
                 self._tree.supersede(end, component.id)
-        publishes = end if self._backups.due(end) else None
+        publishes = self._backups.last_due(end)
         return [Copy(Direction.BACKUP, transfers, tier_copy, publishes=publishes)]
 
     def hold(self, request: RequestState) -> bool:

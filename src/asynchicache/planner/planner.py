@@ -130,6 +130,7 @@ class Planner:
         lease = self._tree.lock(match, self._credit(tokens, seed, match, hint, uptime))
         request = RequestState(tokens, seed, lease, match, held_back, prompt=prompt, transient=hint.transient)
         request.epoch = self._tree.epoch
+        request.known_pages = self._tree.count_known(tokens, match)
         self.state.requests.add(request)
         self.loads.keep_tail(request)
         return request
@@ -143,7 +144,7 @@ class Planner:
         request = self.open(before.tokens, before.seed)
         self.rest(request)
         request.made_at, request.streams, request.resumed = before.made_at, dict(before.streams), True
-        request.transient = before.transient
+        request.transient, request.known_pages = before.transient, before.known_pages
         return request
 
     def _credit(self, tokens: array[int], seed: bytes, match: Match, hint: CacheHint, uptime: float) -> float:
@@ -401,6 +402,7 @@ class Planner:
             request.published.add(pages)
         for node in result.filled:
             node.hits = max(node.hits, 1)  # it may already be on the host with hits: the count never falls
+        self.backups.count_seen(request, pages)
         request.finished = final
         copy = None
         if final and request.snapshot_tokens != length:
@@ -421,9 +423,10 @@ class Planner:
                 fork.publishes = tail if tail is not None and self.backups.due(tail) else None
                 forks.append(fork)
         request.resumable = [node for node in ends if self._tree.restorable(node)]
-        if copy is not None or not self.backups.due(end):
+        due = self.backups.last_due(end)
+        if due is None or (copy is not None and due is end):  # else once the state has arrived
             return forks
-        return [*self.backups.backup(end), *forks]
+        return [*self.backups.backup(due), *forks]
 
     def published_ends(self, request: RequestState) -> list[Node]:
         """The ends of the request's checkpoints that can be resumed from memory, first to last, and then the

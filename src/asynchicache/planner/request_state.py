@@ -49,6 +49,7 @@ class RequestState:
         tokens: prompt and generated ids so far.
         seed: digest of the request's namespace.
         prompt: the number of prompt tokens.
+        known_pages: pages of it that the tree had when the request came, in whatever tier or only lately.
         lease: locks the borrowed prefix; extended as pages are published.
         match: the latest match.
         held_back: the pool that keeps the match below the full pages in memory.
@@ -95,6 +96,7 @@ class RequestState:
     match: Match
     held_back: HeldBack | None
     prompt: int = 0
+    known_pages: int = 0
     tail: Tail | None = None
     tail_tokens: int = 0
     last_tail: Node | None = None

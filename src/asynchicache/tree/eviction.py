@@ -124,7 +124,7 @@ def _evict_full(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: in
     if wanted < node.pages and not any(node.slots[other] for other in states):
         if _alone(node):
             kept = (node.pages - wanted) * tree.page_bytes
-            tree.policy.lost(node.end - wanted, node.key[kept : kept + tree.page_bytes], node.end)
+            tree.ghosts.add(node.end - wanted, node.key[kept : kept + tree.page_bytes], node.end)
             freed.slots.setdefault(place, []).extend(tree.trim(node, wanted, place))
             freed.lost += wanted
             tree.refresh(node, place)
@@ -136,7 +136,7 @@ def _evict_full(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: in
     freed.slots.setdefault(place, []).extend(tree.clear_slots(node, place))
     if remove_if_dead(tree, node):
         if not node.tail:  # part of a page: a ghost of it would be taken for a page that was asked for
-            tree.policy.lost(node.end - node.pages, node.head, node.end)
+            tree.ghosts.add(node.end - node.pages, node.head, node.end)
         freed.lost += node.pages
     else:
         freed.demoted += node.pages

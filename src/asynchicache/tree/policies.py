@@ -51,17 +51,13 @@ class Policy:
             clock: the tree's clock.
             end: the node where its match ends, or the one before if it ends inside a node.
             prompt: its tokens as bytes.
-            known: the first pages of it that some tier of the tree has.
+            known: the first pages of it that the tree has in some tier, or had lately.
             hint: what the client knows, from -2 (will not return) to 2 (will); 0: nothing.
         """
         return hint
 
     def published(self, node: Node, clock: float) -> None:
         """A request that computed the pages of `node` has published them."""
-
-    def lost(self, first: int, head: bytes, end: int) -> None:
-        """Pages from number `first` up to `end` were evicted from the last tier; `head` is the key of the
-        first one."""
 
 
 class Lru(Policy):
@@ -86,8 +82,7 @@ class SizeCredit(Policy):
     pages as usual counts as older by half of the usual time until a return. Both are measured as it runs:
     nothing is tuned to a workload. Agents, who always return, get the same order as by LRU.
 
-    New are pages that were in no tier lately: the heads of evicted nodes are remembered for about four times
-    as many pages as the larger tier holds.
+    New are pages that were in no tier lately (`tree.ghosts`).
     """
 
     def __init__(self, capacity: int, page_bytes: int) -> None:
@@ -95,9 +90,6 @@ class SizeCredit(Policy):
         self._usual_return = 0.0
         self._returns = self._openings = 0
         self._return_logs = self._size_logs = 0.0  # sums of logarithms: the means are geometric
-        self._ghosts: dict[tuple[int, int], int] = {}
-        self._ghost_pages = 0
-        self._most_ghost_pages = _GHOST_SHARE * capacity
 
     def worth(self, node: Node, clock: float, credit: float) -> float:
         return clock + credit
@@ -106,13 +98,7 @@ class SizeCredit(Policy):
         if end.published >= 0:
             self._returned(clock - end.published)
             end.published = -1
-        size = self._page_bytes
-        pages = len(prompt) // size
-        while self._ghosts and known < pages:
-            head = prompt[known * size : (known + 1) * size].tobytes()
-            if (ghost := self._ghosts.get((known, hash(head)))) is None:
-                break
-            known = ghost
+        pages = len(prompt) // self._page_bytes
         new = log(pages - known) if pages > known else 0.0
         self._openings += 1
         self._size_logs += new
@@ -137,24 +123,12 @@ class SizeCredit(Policy):
     def published(self, node: Node, clock: float) -> None:
         node.published = clock
 
-    def lost(self, first: int, head: bytes, end: int) -> None:
-        ghosts, name = self._ghosts, (first, hash(head))
-        self._ghost_pages += end - first
-        if name in ghosts:
-            self._ghost_pages -= ghosts.pop(name) - first
-        ghosts[name] = end
-        while self._ghost_pages > self._most_ghost_pages or len(ghosts) > _MAX_GHOSTS:
-            oldest = next(iter(ghosts))
-            self._ghost_pages -= ghosts.pop(oldest) - oldest[0]
-
 
 _MAX_CREDIT = 2.0
 _HALVES_A_LOG = 0.5 / log(2)  # a factor of two in size is half of the usual return
 _LEAST_RETURNS = 20
 _MEMORY = 20_000
 """Returns, and openings, that the means are made of: sums are halved at this number."""
-_GHOST_SHARE = 4
-_MAX_GHOSTS = 1 << 17
 
 
 POLICIES: Mapping[str, type[Policy]] = {"size": SizeCredit, "lru": Lru, "fifo": Fifo}

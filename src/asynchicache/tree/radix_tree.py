@@ -29,6 +29,7 @@ from asynchicache.errors import InternalError
 from asynchicache.hashing import page_digests
 from asynchicache.leases import Lease
 from asynchicache.tree.components import Component, End, WindowComponent, make_component, prefix_locks
+from asynchicache.tree.ghosts import Ghosts
 from asynchicache.tree.node import (
     ABSENT,
     FULL,
@@ -166,6 +167,7 @@ class UnifiedRadixTree:
         detached: roots of an earlier epoch, which no match begins from, until nothing stands on them.
         epoch: counts how often all roots were detached.
         version: changes whenever a match may no longer hold; one of another version is stale.
+        ghosts: what was evicted lately.
         watcher: receives changes of slots; None costs nothing.
     """
 
@@ -208,6 +210,7 @@ class UnifiedRadixTree:
         self._window_places = frozenset(place for place in self.page_places if not is_full(place))
         self._inherited = sum(1 << component_id for component_id in paged)
         self.policy = policy(eviction)(capacity, self.page_bytes)
+        self.ghosts = Ghosts(capacity, self.page_bytes)
         self.costs = tuple(costs) or (1.0,) * self.width
         self._has_states = any(not component.paged for component in self.components)
         self.value = PrefixValue(self.components, self.costs, self.restorable)
@@ -783,8 +786,12 @@ class UnifiedRadixTree:
 
         `hint`: what the client knows, from -2 (the request's pages will not be asked for again) to 2.
         """
-        prompt = memoryview(tokens).cast("B")
-        return self.policy.credit(match.node, self.clock, prompt, match.full_pages, hint)
+        prompt, known = memoryview(tokens).cast("B"), self.count_known(tokens, match)
+        return self.policy.credit(match.node, self.clock, prompt, known, hint)
+
+    def count_known(self, tokens: array[int], match: Match) -> int:
+        """Pages of `tokens`, which were just matched, that the tree has in some tier or had lately."""
+        return self.ghosts.reach(memoryview(tokens).cast("B"), match.full_pages)
 
     def lock(self, match: Match, credit: float = 0.0) -> PathLease:
         """Lock a match: nothing of its prefix can be evicted until the lease is closed.
