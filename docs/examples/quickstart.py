@@ -26,7 +26,7 @@ async def serve(cache: HybridCache, memory: PoolMap, model: PreTrainedModel, pro
             slots = request.extend(end - done)["kv"]
             write_pages(held, memory, done // page, slots[: end // page - done // page])
             if end % page == 0:
-                write_states(held, memory, request.state("mamba"))
+                write_states(held, memory, request.state("mamba"), tokens=end)
             await request.checkpoint(end)  # publish: other requests can match it from here on
             done = end
         return int(logits.argmax())

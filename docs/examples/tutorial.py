@@ -70,7 +70,7 @@ def write(request: Request, memory: PoolMap, held: DynamicCache, start: int, end
     first, last = start // PAGE, end // PAGE
     write_pages(held, memory, first, request.pages("kv")[first:last])
     if end % PAGE == 0:
-        write_states(held, memory, request.state("mamba"))
+        write_states(held, memory, request.state("mamba"), tokens=end)
 
 
 async def generate(

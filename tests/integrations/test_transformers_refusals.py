@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import DynamicCache, InklingTextConfig
 
-from asynchicache import CacheConfig
-from asynchicache.errors import ConfigError, UnsupportedModelError, UsageError
+from asynchicache import CacheConfig, Request
+from asynchicache.errors import ConfigError, RequestStateError, UnsupportedModelError, UsageError
 from asynchicache.integrations.transformers.batches import stack
+from asynchicache.integrations.transformers.bridge import CacheBridge
 from asynchicache.integrations.transformers.forward import decode, prefill
 from asynchicache.integrations.transformers.layers import PoolMap
 from asynchicache.integrations.transformers.prefill_runner import check_model
@@ -22,6 +25,7 @@ from asynchicache.integrations.transformers.snapshot import (
 )
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.types import ALL_PAGES, trailing_pages
+from integrations.tiers import open_tiers
 from integrations.zoo import PAGE, pool_map, random_tokens, tiny_config, tiny_model, tiny_spec
 
 
@@ -241,3 +245,103 @@ def test_a_model_that_is_not_the_part_of_its_rank(axes: dict[str, tuple[int, int
     with pytest.raises(ConfigError, match=words):
         check_model(tiny_model("llama"), CacheConfig(), tiny_spec("llama").shard(**axes))
     check_model(tiny_model("llama"), CacheConfig(), tiny_spec("llama").shard(tp=(0, 2)))
+
+
+# What the cache can see of a write that is too early or elsewhere
+
+
+PROMPT = random_tokens(4 * PAGE)
+
+
+@asynccontextmanager
+async def computed(name: str, stop: int) -> AsyncIterator[tuple[Request, CacheBridge, DynamicCache]]:
+    """A request whose first `stop` tokens are computed; after that, whatever it published serves right."""
+    async with open_tiers(name) as (cache, bridge):
+        async with cache.request(PROMPT) as request:
+            await request.load()
+            held = bridge.restore(request)
+            prefill(tiny_model(name), held, PROMPT, 0, stop)
+            yield request, bridge, held
+        await cache.drain()
+        async with cache.request(PROMPT) as request:
+            await request.load()
+            held, done = bridge.restore(request), request.hit.tokens
+            logits = prefill(tiny_model(name), held, PROMPT, done, len(PROMPT))
+        whole = prefill(tiny_model(name), new_cache(tiny_config(name)), PROMPT, 0, len(PROMPT))
+        torch.testing.assert_close(logits, whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gemma3"])
+async def test_save_before_extend(name: str) -> None:
+    async with computed(name, 3 * PAGE) as (request, bridge, held):
+        with pytest.raises(RequestStateError, match=r"tokens 0 to 48 .* room for 0; call extend\(\) first"):
+            bridge.save(request, held, 0, 3 * PAGE)
+        request.extend(2 * PAGE)
+        with pytest.raises(RequestStateError, match="room for 32"):
+            bridge.save(request, held, 0, 3 * PAGE)
+        request.extend(PAGE)
+        bridge.save(request, held, 0, 3 * PAGE)
+        await request.checkpoint(3 * PAGE)
+
+
+@pytest.mark.asyncio
+async def test_save_behind_a_gap() -> None:
+    async with computed("llama", 3 * PAGE) as (request, bridge, held):
+        request.extend(3 * PAGE)
+        with pytest.raises(RequestStateError, match="tokens 0 to 32 were neither restored nor written"):
+            bridge.save(request, held, 2 * PAGE, 3 * PAGE)
+
+
+PUBLISH: dict[str, Callable[[Request, int], object]] = {
+    "checkpoint": lambda request, length: request.checkpoint(length),
+    "final": lambda request, length: request.checkpoint(length, final=True),
+    "snapshot": lambda request, length: request.snapshot(length),
+    "suspend": lambda request, length: request.suspend(length),
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", PUBLISH)
+@pytest.mark.parametrize(
+    ("name", "length", "words"),
+    [
+        ("llama", 3 * PAGE, r"\(48\): only 32 tokens were written"),
+        ("qwen3_5", 3 * PAGE, r"\(48\): only 32 tokens were written"),
+        ("qwen3_5", PAGE, r"\(16\): the states in their slot are those of 32 tokens"),
+        ("gemma3", 3 * PAGE, r"\(48\): only 32 tokens were written"),
+    ],
+)
+async def test_publications_where_no_forward_ended(name: str, verb: str, length: int, words: str) -> None:
+    async with computed(name, 2 * PAGE) as (request, bridge, held):
+        request.extend(4 * PAGE)
+        bridge.save(request, held, 0, 2 * PAGE)
+        with pytest.raises(RequestStateError, match=words):
+            PUBLISH[verb](request, length)
+        await request.checkpoint(2 * PAGE)
+
+
+@pytest.mark.asyncio
+async def test_a_snapshot_inside_a_page() -> None:
+    async with computed("qwen3_5", PAGE + 2) as (request, bridge, held):
+        request.extend(PAGE + 2)
+        bridge.save(request, held, 0, PAGE + 2)
+        with pytest.raises(RequestStateError, match=r"snapshot\(18\): .* whole pages of 16 .* such as 16"):
+            request.snapshot(PAGE + 2)
+
+
+@pytest.mark.asyncio
+async def test_a_restore_after_the_request_was_extended() -> None:
+    """The last pages of its window are no longer those of the hit."""
+    async with computed("gemma3", PAGE) as (request, bridge, _):
+        request.extend(PAGE)
+        with pytest.raises(RequestStateError, match="was extended to 16 tokens: restore it before"):
+            bridge.restore(request)
+
+
+@pytest.mark.parametrize(("held", "tokens"), [(PAGE + 2, None), (PAGE, 2 * PAGE), (PAGE + 2, PAGE)])
+def test_states_of_another_length(held: int, tokens: int | None) -> None:
+    pools = pool_map(tiny_spec("qwen3_5"), 8)
+    with pytest.raises(UsageError, match=f"states are those of {held} tokens, not of"):
+        write_states(filled("qwen3_5", held), pools, 0, tokens=tokens)
+    write_states(filled("qwen3_5", held), pools, 0, tokens=held)

@@ -532,14 +532,81 @@ class Request:
             return
         self._executor.when_reached(after, partial(self._planner.windows.finish, retired))
 
+    def check_written(self, writer: object, start: int, stop: int) -> None:
+        """Check that `writer` may write tokens `start` to `stop` to the request's slots now.
+
+        Raises:
+            RequestStateError: there is no room for them, or those before `start` were neither restored nor
+                written.
+        """
+        self._check_own_device("check_written")
+        state = self._unfinished()
+        if not 0 <= start <= stop <= state.reserved:
+            raise RequestStateError(
+                f"tokens {start} to {stop} cannot be written: the request has room for {state.reserved}; "
+                "call extend() first"
+            )
+        tokens, _ = self._written_by(state, writer)
+        if start > tokens:
+            raise RequestStateError(f"tokens {tokens} to {start} were neither restored nor written")
+
+    def written(self, writer: object, stop: int, *, states: bool | None) -> None:
+        """Report what was written; from then on, publishing more is refused.
+
+        May be called on the thread that writes.
+
+        Args:
+            writer: who has written; with several, each reports its own pools.
+            stop: it has written the pages up to so many tokens.
+            states: whether it has written the working states there; None if it writes none at all.
+        """
+        state = self._unfinished()
+        tokens, of_states = self._written_by(state, writer)
+        state.written[writer] = max(tokens, stop), None if states is None else stop if states else of_states
+
+    def _written_by(self, state: RequestState, writer: object) -> tuple[int, int | None]:
+        restored = state.hit_tokens(self._planner.state.page_size)
+        return state.written.get(writer, (restored, restored))
+
+    def _check_reached(self, verb: str, state: RequestState, length: int, *, states: bool) -> None:
+        """Check `length` against what was reported by `written`.
+
+        Args:
+            verb: the call that is checked.
+            state: of the request.
+            length: that it publishes.
+            states: it uses the working states.
+
+        Raises:
+            RequestStateError: the forward that was reported last did not end there.
+        """
+        for tokens, of_states in state.written.values():
+            if length > tokens:
+                raise RequestStateError(f"{verb}({length}): only {tokens} tokens were written")
+            if states and state.states and of_states not in (None, length):
+                raise RequestStateError(
+                    f"{verb}({length}): the states in their slot are those of {of_states} tokens; end a "
+                    f"forward at {length}, and save there"
+                )
+
     def snapshot(self, length: int, *, after: Stream | None = None) -> Ticket:
         """Copy the working states, which must be at `length` tokens; replaces the previous snapshot.
 
         For a decode loop that does not know where it will end: take a snapshot at each page boundary, and
         publish the last with `checkpoint`. Arguments and ticket as for `checkpoint`.
+
+        Raises:
+            RequestStateError: as of `checkpoint`, or `length` is not a whole number of pages.
         """
         self._check_own_device("snapshot")
         state, length = self._checked("snapshot", length)
+        size = self._planner.state.page_size
+        if length % size:
+            raise RequestStateError(
+                f"snapshot({length}): states are published at whole pages of {size} tokens, such as "
+                f"{length - length % size}"
+            )
+        self._check_reached("snapshot", state, length, states=True)
         self._order_after(state, after or self._stream)
         return self._copy_states(state, self._planner.snapshot(state, length))
 
@@ -580,8 +647,8 @@ class Request:
             `ticket.fence(layer).wait_on(stream)`.
 
         Raises:
-            RequestStateError: before `load` (if the cache owns the device memory), or `length` is out of
-                range.
+            RequestStateError: before `load` (if the cache owns the device memory), `length` is out of range,
+                or not what `written` reported.
             UsageError: `pages` is missing or not expected, or names a pool or page that does not exist, or a
                 page twice.
         """
@@ -590,6 +657,7 @@ class Request:
         if pages is not None:
             return self._back_up(length, pages, after, final=final)
         state, length = self._checked("checkpoint", length)
+        self._check_reached("checkpoint", state, length, states=self._uses_states(state, length, final=final))
         self._order_after(state, after)
         if self._publishes(state):
             copies = self._planner.publish(state, length, final=final)
@@ -598,6 +666,14 @@ class Request:
         ticket = self._copy_states(state, copies)
         self._retire(state, length, after)
         return ticket
+
+    def _uses_states(self, state: RequestState, length: int, *, final: bool) -> bool:
+        """Whether a checkpoint publishes the working states."""
+        cache = self._planner.state
+        if state.snapshots and state.snapshot_tokens == length:
+            return False
+        whole = length % cache.page_size == 0
+        return length >= state.borrowed * cache.page_size and (whole or (final and cache.tails))
 
     def _back_up(self, length: int, pages: NamedPages, after: Stream | None, *, final: bool) -> Ticket:
         """Copy pages that an engine owns to the host; returns the ticket of the copy."""
@@ -652,12 +728,13 @@ class Request:
         Arguments as for `checkpoint`: no forward of the request may run on, except on `after`.
 
         Raises:
-            RequestStateError: before `load`, after a final checkpoint, or `length` is out of range.
+            RequestStateError: before `load`, after a final checkpoint, or as of `checkpoint`.
             CapacityError: the request has more tokens than the device holds, so it could not be resumed.
             UsageError: an engine owns the device memory.
         """
         self._check_own_device("suspend")
         before, length = self._checked("suspend", length)
+        self._check_reached("suspend", before, length, states=self._uses_states(before, length, final=True))
         resumed = self._planner.reopen(before)
         published = before.borrowed * self._planner.state.page_size
         if before.snapshots and published < before.snapshot_tokens < length:

@@ -85,6 +85,8 @@ class RequestState:
         resumable: where its last checkpoint ended and was published with all that a later prompt needs to go
             on there.
         epoch: of the tree, when its prefix was matched last.
+        written: by who says so, up to which token pages were written, and of which length its working states
+            are, if it has any. Empty for an engine that does not say.
         finished: the tree took its working states; it computes nothing more.
         streams: the known streams of its forwards, as a dictionary to keep their order.
         references: the request, its copies in flight, and streams waited for; own slots are freed at zero.
@@ -127,6 +129,7 @@ class RequestState:
     unpublished: bool = False
     resumable: list[Node] = field(default_factory=list)
     epoch: int = 0
+    written: dict[object, tuple[int, int | None]] = field(default_factory=dict)
     finished: bool = False
     closed: bool = False
     streams: dict[Stream, None] = field(default_factory=dict)

@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 
 from asynchicache.cache import HybridCache, Request
-from asynchicache.errors import UsageError
+from asynchicache.errors import RequestStateError, UsageError
 from asynchicache.integrations.transformers.layers import PoolMap
 from asynchicache.integrations.transformers.snapshot import (
     SavedStates,
@@ -124,20 +124,20 @@ class PrefixCopies:
             write_pages(memory, self.pools, run.first, run.slots, pool=run.pool, row=row, tokens=end)
         if not slots.states:
             return
-        held = memory.get_seq_length() if states is None else states.tokens
-        if held != stop or slots.state is None:
-            raise UsageError(f"the states are those of {held} tokens, not of {stop}; end a forward there")
+        assert slots.state is not None, "new_slots has looked"
         if states is None:
-            write_states(memory, self.pools, slots.state, row=row)
-        else:
+            write_states(memory, self.pools, slots.state, row=row, tokens=stop)
+        elif states.tokens == stop:
             write_saved_states(states, self.pools, slots.state)
+        else:
+            raise UsageError(f"the saved states are those of {states.tokens} tokens, not of {stop}")
 
 
 class CacheBridge:
     """Copies the content of a request's slots to model memory, and back.
 
-    `restore` and `save` access device memory and only read the request. They may run on the model's thread
-    while the event loop runs, as long as the request does not change meanwhile.
+    `restore` and `save` access device memory, and only note in the request what was saved. They may run on
+    the model's thread while the event loop runs, as long as the request does not change meanwhile.
 
     Args:
         config: the model's configuration.
@@ -176,8 +176,15 @@ class CacheBridge:
 
         Args:
             request: loaded, with its ticket awaited, and not extended yet.
+
+        Raises:
+            RequestStateError: the request was extended.
         """
         tokens = request.hit.tokens
+        if request.reserved > tokens:
+            raise RequestStateError(
+                f"the request was extended to {request.reserved} tokens: restore it before"
+            )
         if not tokens:
             return HitSlots()
         pages = request.pages(self._owners[self._full.name])[: -(-tokens // self._page_size)]
@@ -201,10 +208,19 @@ class CacheBridge:
             request: extended to at least `stop` tokens.
             start: tokens saved or restored before.
             stop: end of the forward.
+
+        Raises:
+            RequestStateError: the request has no room for `stop` tokens, or those before `start` were neither
+                restored nor saved.
         """
+        request.check_written(self, start, stop)
         runs = [self._page_run(request, pool, start, stop) for pool in (self._full, *self._windows)]
         states = self._state is not None and (stop % self._page_size == 0 or self.tails)
         return NewSlots(runs, states, self._state_slot(request) if states else None, self.tails)
+
+    def saved(self, request: Request, stop: int, slots: NewSlots) -> None:
+        """Note that what `new_slots` named up to `stop` was copied; `request` refuses to publish more."""
+        request.written(self, stop, states=None if self._state is None else slots.states)
 
     def _page_run(self, request: Request, pool: PoolSpec, start: int, stop: int) -> PageRun:
         owner = self._owners[pool.name]
@@ -229,7 +245,10 @@ class CacheBridge:
     ) -> None:
         """Copy what `new_slots` names.
 
-        Call it after a forward that ended at `stop`, before `request.checkpoint(stop)` or
-        `request.snapshot(stop)`. Arguments and errors are those of `new_slots` and `PrefixCopies.save`.
+        Call it after a forward that ended at `stop` and after `request.extend`, before
+        `request.checkpoint(stop)` or `request.snapshot(stop)`, which refuse what was not saved. Arguments and
+        errors are those of `new_slots` and `PrefixCopies.save`.
         """
-        self.copies.save(memory, stop, self.new_slots(request, start, stop), row=row, states=states)
+        slots = self.new_slots(request, start, stop)
+        self.copies.save(memory, stop, slots, row=row, states=states)
+        self.saved(request, stop, slots)

@@ -122,6 +122,7 @@ class CachedPrefix:
         slots = self._context.bridge.new_slots(self._request, start, stop)
         try:
             await self._context.calls.run(Save(self.sequence, stop, slots, kept))
+            self._context.bridge.saved(self._request, stop, slots)
         except CacheError as error:
             self._give_up(error)
 

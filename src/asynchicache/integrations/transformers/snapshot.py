@@ -153,7 +153,9 @@ def _write_layer(
         _scatter(target, slots, rows_of(layer, name, row)[(start - first) // entry : (stop - first) // entry])
 
 
-def write_states(cache: DynamicCache, pools: PoolMap, slot: int, *, row: int = 0) -> None:
+def write_states(
+    cache: DynamicCache, pools: PoolMap, slot: int, *, row: int = 0, tokens: int | None = None
+) -> None:
     """Copy the states of one sequence, which represent all tokens now in `cache`.
 
     Recurrent layers keep no history, and compressing layers only a window: to get the state at the end of a
@@ -164,13 +166,19 @@ def write_states(cache: DynamicCache, pools: PoolMap, slot: int, *, row: int = 0
         pools: the destination.
         slot: state slot for all layers.
         row: index of the sequence in the batch.
+        tokens: length of the prefix that the states are for. Default: whole pages, which the cache holds.
 
     Raises:
-        UsageError: the cache has no states yet or other states than the pool, or the slot does not exist.
+        UsageError: the cache holds another number of tokens, has no states yet or other states than the pool,
+            or the slot does not exist.
     """
     _check_row(cache, row)
     found = {index: states_of(cache.layers[index], row) for index in pools.states}
-    write_saved_states(SavedStates(cache.get_seq_length(), found), pools, slot)
+    held = cache.get_seq_length()
+    if held != (held - held % pools.spec.page_size if tokens is None else tokens):
+        wanted = "a whole number of pages" if tokens is None else tokens
+        raise UsageError(f"the states are those of {held} tokens, not of {wanted}; end a forward there")
+    write_saved_states(SavedStates(held, found), pools, slot)
 
 
 @dataclass(frozen=True, slots=True)

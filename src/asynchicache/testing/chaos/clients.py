@@ -384,7 +384,7 @@ class Forwards:
 
     async def _afterwards(self, pace: Pace) -> None:
         engine, request, done = self._engine, self._request, self.done
-        if pace.snapshot:
+        if pace.snapshot and done % engine.cache.spec.page_size == 0:
             engine.did("snapshot")
             await self._follow(request.snapshot(done, after=engine.stream))
         if pace.checkpoint:
