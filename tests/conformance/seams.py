@@ -21,6 +21,8 @@ import msgspec
 TIERING = "vllm.v1.kv_offload.tiering"
 HICACHE = "sglang.srt.mem_cache.hicache_storage"
 LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+MODEL_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater"
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 KV_CACHE = "vllm.v1.kv_cache_interface"
 TRANSFORMERS_CACHE = "transformers.cache_utils"
@@ -99,6 +101,13 @@ SEAMS: dict[str, tuple[str, ...]] = {
         f"{LINKER}:LayerWiseLoadCounter",
         f"{LINKER}:UnifiedCacheLinkerWrapper._tail_hashes",
         f"{LINKER}:UnifiedCacheLinkerWrapper._offload_node",
+        f"{UPDATER}._observe_weight_load",
+        f"{UPDATER}.record_weight_version_after_update",
+        f"{MODEL_UPDATER}.begin_weight_update",
+        f"{MODEL_UPDATER}.end_weight_update",
+        f"{MODEL_UPDATER}.update_weights_from_disk",
+        "sglang.srt.managers.cache_controller:HiCacheController.reset",
+        "sglang.srt.managers.schedule_batch:Req.__init__",
         "sglang.srt.disaggregation.kv_events:KVEventBatch",
         "sglang.srt.disaggregation.kv_events:BlockStored",
         "sglang.srt.disaggregation.kv_events:BlockRemoved",

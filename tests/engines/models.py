@@ -16,6 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCABULARY = 512
 SEED = 7
+RETRAINED = "_retrained"
+"""What a name ends with whose model has the same configuration as the one without it, and other weights."""
 
 _COMMON: Mapping[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -153,13 +155,13 @@ def checkpoint(folder: Path, name: str) -> Path:
     target = folder / name
     if not target.exists():
         draft = folder / f"{name}.{os.getpid()}"
-        _save(CONFIGS[name](), draft)
+        _save(CONFIGS[name.removesuffix(RETRAINED)](), draft, SEED + name.endswith(RETRAINED))
         draft.rename(target)  # all of it or nothing
     return target
 
 
-def _save(config: Any, folder: Path) -> None:
-    torch.manual_seed(SEED)
+def _save(config: Any, folder: Path, seed: int) -> None:
+    torch.manual_seed(seed)
     config.dtype = torch.bfloat16
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

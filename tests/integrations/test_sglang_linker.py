@@ -19,6 +19,7 @@ from asynchicache.integrations.sglang.device_pools import DevicePools, device_po
 from asynchicache.integrations.sglang.linker import AsynchicacheLinker, linker_options
 from asynchicache.integrations.sglang.linker_seam import StandInLoadCounter, follow_paths
 from asynchicache.integrations.sglang.options import RankIdentity
+from integrations.sglang_engine import StandInEngine
 from integrations.sglang_pools import storage_config
 
 SEAM = json.loads((Path(__file__).parents[1] / "data" / "seams" / "sglang-0.5.23.json").read_text())
@@ -199,12 +200,36 @@ def test_an_offload_without_a_path_or_pages_is_refused(hybrid: tuple[BareLinker,
     assert linker.pop_completed_offload() is False
 
 
-def test_reset_keeps_what_host_memory_has(hybrid: tuple[BareLinker, SimpleNamespace]) -> None:
+@pytest.mark.parametrize("promised", [False, True])
+def test_reset_empties_host_memory(promised: bool, hybrid: tuple[BareLinker, SimpleNamespace]) -> None:
     linker, _ = hybrid
     assert offload(linker, HASHES[:2], (1, 2), 1)
+    if promised:
+        assert linker.lookup("r", [transfer("kv", HASHES[:2])]) == [2]
     linker.reset()
     assert linker.num_completed_offloads() == 0
-    assert linker.lookup("r", [transfer("kv", HASHES[:2])]) == [2]
+    assert linker.lookup("r", [transfer("kv", HASHES[:2])]) == []
+    assert offload(linker, HASHES[:1], (1,), 1)
+    assert linker.lookup("r", [transfer("kv", HASHES[:1])]) == [1]
+
+
+def test_pages_of_other_weights_are_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither before SGLang resets, nor by a promise from before; they are again when the weights return."""
+    engine, given = StandInEngine(monkeypatch, "v1"), params(states=True)
+    linker = BareLinker(described(given, "MAMBA"), config())
+    found = {}
+    try:
+        for version in ("v1", "v2", "v1"):
+            if version != engine.serving.weight_version:
+                engine.update(version, flush=False)
+                found["mixed"] = linker.lookup("r", [transfer("kv", HASHES[:2])])
+                linker.reset()
+            found[version] = linker.lookup("r", [transfer("kv", HASHES[:2])])
+            assert offload(linker, HASHES[:2], (1, 2), 1)
+            assert linker.lookup("s", [transfer("kv", HASHES[:2])]) == [2]
+    finally:
+        linker.close()
+    assert found == {"v1": [], "v2": [], "mixed": []}
 
 
 # Device memory.

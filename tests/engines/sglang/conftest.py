@@ -19,7 +19,7 @@ from sglang_checks import ROUNDS  # noqa: E402
 from sglang_conversations import Conversations, Turn  # noqa: E402
 from sglang_servers import STATES, ForkServer, Server  # noqa: E402
 
-WITH_STATES = frozenset({"qwen3_5_alternating", "qwen3_next_alternating"})
+WITH_STATES = ("qwen3_5_alternating", "qwen3_next_alternating")
 
 Start = Callable[..., Server]
 
@@ -53,7 +53,7 @@ def start(forks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         model: str, arguments: Sequence[str] = (), *, device_tokens: int = 2048, **variables: str
     ) -> Server:
         given = [f"--max-total-tokens={device_tokens}", "--max-running-requests=4"]
-        given += STATES if model in WITH_STATES else ()
+        given += STATES if model.startswith(WITH_STATES) else ()
         log = logs / f"{next(numbers)}-{model}.log"
         server = Server(forks, checkpoint(models, model), [*given, *arguments], log, variables)
         started.append(server)

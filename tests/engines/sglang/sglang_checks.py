@@ -30,6 +30,12 @@ def of_turn(turns: Sequence[Turn], turn: int) -> list[Turn]:
     return [each for each in turns if each.turn == turn]
 
 
+def crowd_out(server: Server, device_tokens: int = 2048) -> None:
+    """Ask for so much else that the device evicts all that it holds."""
+    for place in range(2):
+        server.ask([11 + place] * (device_tokens - 3 * PAGE), new=1)
+
+
 def damage(folder: Path, pattern: str = "**/*.pages", share: int = 4096) -> int:
     """Change a byte in every `share` of the files of a store that no server has open; return how many."""
     chance, changed = random.Random(7), 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sglang_checks import HYBRID, MODELS, ROUNDS, Start, Uncached, damage, of_turn, reachable
+from sglang_checks import HYBRID, MODELS, ROUNDS, Start, Uncached, crowd_out, damage, of_turn, reachable
 from sglang_conversations import Conversations, cached, compare
 from sglang_servers import linker
 
@@ -66,12 +66,12 @@ def test_a_rank_whose_pages_are_damaged_holds_all_ranks_back(
     assert cached(healed) == reachable(talk, 4) + reachable(talk, 5)
 
 
-def test_host_memory_outlives_an_emptied_device(start: Start, tmp_path: Path) -> None:
+def test_host_memory_has_what_the_device_evicted(start: Start, tmp_path: Path) -> None:
     prompt = list(range(3, 400))
     with start(HYBRID, linker(tmp_path)) as server:
         answer = server.ask(prompt)
-        server.flush()
+        crowd_out(server)
         found = server.ask(prompt)
         assert (found.cached, found.tokens) == (384, answer.tokens)
-        server.flush()
+        crowd_out(server)
         assert server.ask(prompt, cache_salt="another tenant").cached == 0

@@ -41,12 +41,14 @@ class _Promise:
     Attributes:
         request: locks the pages.
         keys: of all pages that were asked about, from the first page of the prompt on.
+        weights: name of the weights that computed them.
         step: of the last lookup.
         sought: storage was asked for more.
     """
 
     request: Request
     keys: list[bytes]
+    weights: str
     step: int
     sought: bool
 
@@ -90,7 +92,7 @@ class LinkedCache:
         for rid in [rid for rid, one in self._promises.items() if one.step < self._step - STEPS_KEPT]:
             self._promises.pop(rid).request.close()
 
-    async def look(self, rid: str, keys: Sequence[bytes], known: int) -> list[int]:
+    async def look(self, rid: str, keys: Sequence[bytes], known: int, weights: str = "") -> list[int]:
         """Return the lengths, in pages behind the first `known`, that host memory can restore, ascending.
 
         The pages stay in host memory until `claim`, or for `STEPS_KEPT` steps.
@@ -99,40 +101,44 @@ class LinkedCache:
             rid: the request, whose earlier promise this one replaces.
             keys: of the whole pages of its prompt.
             known: pages that the engine has on its device.
+            weights: name of the engine's weights, see `ServedWeights`; pages of others are not found.
         """
         before = self._promises.pop(rid, None)
-        request = await self.cache.request_keys(keys).__aenter__()
+        request = await self._request(keys, weights).__aenter__()
         whole = request.hit.tokens // self._size
-        promise = _Promise(request, list(keys), self._step, before is not None and before.sought)
+        promise = _Promise(request, list(keys), weights, self._step, before is not None and before.sought)
         self._promises[rid] = promise
         if before is not None:
             before.request.close()
         if whole < len(keys) and not promise.sought:
             promise.sought = True
-            self._seek(promise.keys)
-        lengths = await self._lengths(promise.keys, whole, known) if self._every_length else [whole]
+            self._seek(promise)
+        lengths = await self._lengths(promise, whole, known) if self._every_length else [whole]
         return [length - known for length in lengths if length > known]
 
-    async def _lengths(self, keys: list[bytes], whole: int, known: int) -> list[int]:
+    def _request(self, keys: Sequence[bytes], weights: str) -> Request:
+        return self.cache.request_keys(keys, namespace=weights or None)
+
+    async def _lengths(self, promise: _Promise, whole: int, known: int) -> list[int]:
         """Every restorable length above `known`; a state or window may be there for few of them."""
         lengths: list[int] = []
         while whole > known:
             lengths.append(whole)
-            async with self.cache.request_keys(keys[: whole - 1]) as shorter:
+            async with self._request(promise.keys[: whole - 1], promise.weights) as shorter:
                 whole = shorter.hit.tokens // self._size
         return lengths[::-1]
 
-    def _seek(self, keys: list[bytes]) -> None:
+    def _seek(self, promise: _Promise) -> None:
         """Read what storage has of a prefix into host memory, in the background."""
         if self.cache.config.storage is None:
             return
-        read = asyncio.ensure_future(self._read(keys))
+        read = asyncio.ensure_future(self._read(promise.keys, promise.weights))
         self._reads.add(read)
         read.add_done_callback(self._reads.discard)
 
-    async def _read(self, keys: list[bytes]) -> None:
+    async def _read(self, keys: list[bytes], weights: str) -> None:
         try:
-            async with self.cache.request_keys(keys) as request:
+            async with self._request(keys, weights) as request:
                 await request.prefetch()
         except CacheError as error:
             logger.warning("a read of %d pages ahead failed: %s", len(keys), error)
@@ -162,9 +168,9 @@ class LinkedCache:
         Raises:
             TransferError: the promise could not be kept.
         """
-        keys = self._claimed[rid].keys
+        promise = self._claimed[rid]
         try:
-            async with self.cache.request_keys(keys[:pages]) as request:
+            async with self._request(promise.keys[:pages], promise.weights) as request:
                 found = request.hit.tokens // self._size
                 if found != pages:
                     raise TransferError(f"{pages} pages were promised, and {found} are there")
@@ -173,7 +179,11 @@ class LinkedCache:
             self.drop(rid)
 
     async def back_up(
-        self, keys: Sequence[bytes], named: Callable[[], HashedPages], ready: Sequence[SynchronizableEvent]
+        self,
+        keys: Sequence[bytes],
+        named: Callable[[], HashedPages],
+        ready: Sequence[SynchronizableEvent],
+        weights: str = "",
     ) -> bool:
         """Copy what host memory lacks of a prefix from the engine's pages; storage follows.
 
@@ -181,20 +191,21 @@ class LinkedCache:
             keys: of its pages.
             named: returns the engine's pages, which must not change until this returns; runs in a thread.
             ready: events to wait for first: objects with a blocking `synchronize`.
+            weights: name of the weights that computed the pages.
 
         Returns:
             Whether host memory has all of its attention pages now.
         """
         async with self._turn:  # a prefix is copied before what follows it
             pages = await asyncio.to_thread(_named_after, ready, named)
-            async with self.cache.request_keys(keys) as request:
+            async with self._request(keys, weights) as request:
                 ticket = request.checkpoint(len(keys) * self._size, pages=pages)
         try:
             await ticket
         except TransferError as error:
             logger.warning("%d pages were not copied to host memory: %s", len(keys), error)
             return False
-        async with self.cache.request_keys(keys) as request:
+        async with self._request(keys, weights) as request:
             return request.hit.full_tokens == len(keys) * self._size
 
     async def settled(self) -> None:
@@ -202,8 +213,17 @@ class LinkedCache:
         while self._reads:
             await asyncio.wait(self._reads)
 
+    async def empty(self) -> None:
+        """Release promises, end reads, and drop all pages in host memory. Storage keeps its own."""
+        await self._release()
+        await self.cache.flush()
+
     async def aclose(self) -> None:
         """Release promises, end reads, and close the cache."""
+        await self._release()
+        await self.cache.aclose()
+
+    async def _release(self) -> None:
         for promise in (*self._promises.values(), *self._claimed.values()):
             promise.request.close()
         self._promises.clear()
@@ -212,7 +232,6 @@ class LinkedCache:
             read.cancel()
         if self._reads:
             await asyncio.wait(self._reads)
-        await self.cache.aclose()
 
 
 def _named_after(events: Sequence[SynchronizableEvent], named: Callable[[], HashedPages]) -> HashedPages:

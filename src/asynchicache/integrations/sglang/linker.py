@@ -33,6 +33,7 @@ from asynchicache.integrations.sglang.linker_seam import (
     follow_paths,
 )
 from asynchicache.integrations.sglang.options import RankIdentity, path_of_rank
+from asynchicache.integrations.sglang.weights import follow_weights
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import PrefetchPolicy
 
@@ -95,6 +96,7 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             device: torch's module of the device, which has `Event`.
         """
         self._device = device
+        self._weights = follow_weights()
         self.pools = dict.fromkeys(described.tokens_per_page, described)
         self.layer_done_counter = LayerWiseLoadCounter(described.spec.layers)
         self._tokens_per_page = described.tokens_per_page
@@ -130,14 +132,15 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         before, self._before = self._before, []
         self._known[rid] = len(before)
         try:
-            return self._bridge.call(self._look(rid, [*before, *_keys(keys)], len(before)))
+            looking = self._look(rid, [*before, *_keys(keys)], len(before), self._weights.name())
+            return self._bridge.call(looking)
         except (CacheError, CancelledError) as error:
             logger.warning("a lookup failed: %s", error)
             return []
 
-    async def _look(self, rid: str, keys: list[bytes], known: int) -> list[int]:
+    async def _look(self, rid: str, keys: list[bytes], known: int, weights: str) -> list[int]:
         self._linked.step(self._step)
-        return await self._linked.look(rid, keys, known)
+        return await self._linked.look(rid, keys, known, weights)
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Queue a load for the next `start_layer_wise_loading`; False if nothing was promised."""
@@ -215,13 +218,15 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not keys or FULL not in named:
             return False
         named[FULL] = table if table is not None else named[FULL]
-        work = self._back_up(keys, named, self.record_offload_ready())
+        work = self._back_up(keys, named, self.record_offload_ready(), self._weights.name())
         self._offloads.append(self._bridge.submit(work, queued=False))
         return True
 
-    async def _back_up(self, keys: list[bytes], named: dict[str, Any], ready: list[Any]) -> bool:
+    async def _back_up(
+        self, keys: list[bytes], named: dict[str, Any], ready: list[Any], weights: str
+    ) -> bool:
         self._linked.step(self._step)
-        return await self._linked.back_up(keys, lambda: self._pages_of(named), ready)
+        return await self._linked.back_up(keys, lambda: self._pages_of(named), ready, weights)
 
     def num_completed_offloads(self) -> int:
         """Return how many offloads have ended, of the oldest ones without a gap. SGLang asks once a step."""
@@ -250,7 +255,15 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         }
 
     def reset(self) -> None:
-        """Wait until nothing reads or writes device memory; what host memory and storage have stays."""
+        """Wait until nothing reads or writes device memory, and empty host memory. Storage stays."""
+        self._quiesce()
+        try:
+            self._bridge.call(self._linked.empty(), deadline_s=_QUIESCE_SECONDS)
+        except (CacheError, CancelledError, TimeoutError) as error:
+            logger.warning("host memory was not emptied: %r", error)
+        self._weights.dropped()
+
+    def _quiesce(self) -> None:
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
         if not self._bridge.drain(_QUIESCE_SECONDS):
@@ -263,7 +276,7 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def close(self) -> None:
         """Wait for copies, up to a time limit, write what storage has not got yet, and close the cache."""
         if not self._bridge.closed:
-            self.reset()
+            self._quiesce()
             try:
                 self._bridge.call(self._linked.aclose())
             except (CacheError, CancelledError) as error:

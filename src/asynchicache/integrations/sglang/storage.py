@@ -26,6 +26,7 @@ from asynchicache.integrations.sglang.host_pools import host_pages, page_numbers
 from asynchicache.integrations.sglang.options import RankIdentity, SGLangOptions
 from asynchicache.integrations.sglang.prefixes import prefix_hits
 from asynchicache.integrations.sglang.seam import HiCacheStorage, PoolTransferResult, StorageMetrics
+from asynchicache.integrations.sglang.weights import follow_weights
 from asynchicache.types import ALL_PAGES, Coverage, Outcome, trailing_pages
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
         """
         self._rank = RankIdentity(storage_config)
         self._options = SGLangOptions.of(storage_config.extra_config or {}).for_rank(self._rank)
+        self._weights = follow_weights()
         self._metered = bool(getattr(storage_config, "enable_storage_metrics", False))
         self._metrics, self._metrics_lock = StorageMetrics(), threading.Lock()
         self._pools: dict[str, tuple[Any, PagePool]] = {}
@@ -194,7 +196,12 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     async def _exists(self, name: str, keys: list[str]) -> list[bool]:
         pool = self._pool(name)
-        return [False] * len(keys) if pool is None else await pool.exists(keys)
+        return [False] * len(keys) if pool is None else await pool.exists(self._named(keys))
+
+    def _named(self, keys: Sequence[str]) -> list[str]:
+        """Return the names of SGLang's pages with the weights that it has now."""
+        weights = self._weights.name()
+        return [f"{weights}/{key}" for key in keys] if weights else list(keys)
 
     def _pool(self, name: str) -> PagePool | None:
         if name == _ANCHOR and not self._options.interface_v1:
@@ -228,7 +235,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
         if known is None or pages is None:
             logger.error("pool %r: %d keys, but no such pool or not as many pages", name, len(keys))
             return _Move(None, keys, [], write)
-        return _Move(known[1], keys, pages, write)
+        return _Move(known[1], self._named(keys), pages, write)
 
     # Pages as flat tensors.
 
@@ -243,7 +250,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
         if flat is None or len(targets) != len(keys):
             return [None] * len(keys)
         try:
-            there = flat.get(keys, targets)
+            there = flat.get(self._named(keys), targets)
         except (CacheError, CancelledError, TimeoutError) as error:
             logger.warning("reading %d pages failed: %s", len(keys), error)
             return [None] * len(keys)
@@ -262,7 +269,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
         if flat is None or len(pages) != len(keys):
             return False
         try:
-            return all(flat.put(keys, pages))
+            return all(flat.put(self._named(keys), pages))
         except (CacheError, CancelledError, TimeoutError) as error:
             logger.warning("writing %d pages failed: %s", len(keys), error)
             return False
@@ -270,7 +277,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
     def exists(self, key: str) -> bool:
         """Return whether storage has a page that was stored as a tensor."""
         flat = self._flat_or_none()
-        return flat is not None and self._call(flat.pool.exists([key]), [False])[0]
+        return flat is not None and self._call(flat.pool.exists(self._named([key])), [False])[0]
 
     # The rest.
 
