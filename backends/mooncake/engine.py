@@ -117,7 +117,8 @@ class MooncakeEngine:
         await asyncio.shield(asyncio.wrap_future(self._closing))
 
     async def _call(self, work: Callable[[], T], threads: futures.Executor | None = None) -> T:
-        """Run `work` in a thread, by default one that moves pages. It runs to its end even if the caller is cancelled; `aclose` waits."""
+        """Run `work` in a thread, by default one that moves pages. It runs to its end even if the caller is
+        cancelled; `aclose` waits."""
         if self._closing is not None:
             raise ClosedError(f"mooncake engine of pool {self._binding.pool!r} is closed")
         running = (threads or self._threads).submit(work)
@@ -126,8 +127,8 @@ class MooncakeEngine:
         return await asyncio.shield(asyncio.wrap_future(running))
 
     def _finish(self, running: list[futures.Future[Any]]) -> None:
-        # Threads start calls in submission order, so none of these can be queued behind this one; lookups have
-        # their own.
+        # Threads start calls in submission order, so none of these can be queued behind this one; lookups
+        # have their own.
         futures.wait(running)
         self._slots.close()
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         UsageError,
         WireFormatError,
     )
+    from asynchicache.integrations.transformers.asking import spec_from_model as spec_from_model
     from asynchicache.integrations.transformers.generate import CachedGenerate as CachedGenerate
     from asynchicache.integrations.transformers.generate import prefix_cached as prefix_cached
     from asynchicache.integrations.transformers.generation import Generation as Generation
@@ -96,6 +97,7 @@ _HOMES = {
     "asynchicache.types": ("Coverage", "MissReason", "Outcome", "PrefetchPolicy", "Tier", "WritePolicy"),
 }
 _NEED_TRANSFORMERS = {
+    "asynchicache.integrations.transformers.asking": ("spec_from_model",),
     "asynchicache.integrations.transformers.generate": ("CachedGenerate", "prefix_cached"),
     "asynchicache.integrations.transformers.generation": ("Generation",),
     "asynchicache.integrations.transformers.model": ("PrefixCachedModel",),

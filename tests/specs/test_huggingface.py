@@ -113,6 +113,23 @@ def test_dtype_is_the_arguments_then_the_configurations_then_float32() -> None:
         ModelSpec.from_config(config, dtype="float12")
 
 
+@pytest.mark.parametrize("source", [{"name_or_path": "folder"}, {"architectures": ["GptOssForCausalLM"]}])
+def test_a_checkpoint_without_a_dtype_is_not_guessed(source: dict[str, object]) -> None:
+    config = transformers.GptOssConfig(**source)
+    with pytest.raises(ConfigError, match="gpt_oss checkpoint has no dtype: pass dtype="):
+        ModelSpec.from_config(config)
+    assert ModelSpec.from_config(config, dtype="bfloat16").pools[0].tensors[0].dtype == "bfloat16"
+
+
+def test_a_checkpoint_with_a_quantised_cache_points_to_the_spec_for_it() -> None:
+    scheme = {"num_bits": 8, "type": "float"}
+    config = transformers.LlamaConfig(
+        dtype="bfloat16", quantization_config={"quant_method": "modelopt", "kv_cache_scheme": scheme}
+    )
+    with pytest.warns(UserWarning, match="spec.with_quantised_kv"):
+        assert ModelSpec.from_config(config).pools[0].tensors[0].dtype == "bfloat16"
+
+
 def test_the_model_may_be_named() -> None:
     assert ModelSpec.from_config(tiny_config("llama"), model="acme-1b").model == "acme-1b"
 

@@ -6,6 +6,7 @@ Each kind of layer has a recipe, which returns the tensors that the layer keeps 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -41,8 +42,8 @@ def describe(config: HuggingFaceConfig, page_size: int, *, dtype: str | None = N
     Args:
         config: configuration of a decoder, or a composite one whose `get_text_config` returns it.
         page_size: tokens per page; windows are rounded up to whole pages.
-        dtype: dtype that the model computes in. Default: the configuration's, or float32 if it has none (as
-            for a model built from it without a dtype).
+        dtype: dtype that the model computes in. Default: the configuration's, or float32 if it was made by
+            hand without one.
 
     Raises:
         UnsupportedModelError: no pool describes the cache content of a layer, or the content does not follow
@@ -52,11 +53,11 @@ def describe(config: HuggingFaceConfig, page_size: int, *, dtype: str | None = N
     if not hasattr(config, "model_type"):
         kind = type(config).__name__
         raise ConfigError(f"a {kind} is no configuration: AutoConfig.from_pretrained(folder) reads one")
-    text = _text_config(config)
-    dtype = dtype or _dtype_name(text) or _dtype_name(config) or "float32"
+    text = check_decoder(config)
+    dtype = dtype or _dtype_of(text, config)
     kinds = _layer_kinds(text)
     parts = [(layer.index, part) for layer in _layers(text, kinds, dtype) for part in _recipe(layer)(layer)]
-    pools = _pools(text.model_type, _covered(text.model_type, parts), page_size)
+    pools = pools_of_layers(text.model_type, parts, page_size)
     return ModelDescription(config.model_type, len(kinds), pools, identity(config))
 
 
@@ -103,11 +104,40 @@ def _recipe(layer: Layer) -> Recipe:
     return recipe
 
 
-def _text_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
+def check_decoder(config: HuggingFaceConfig) -> HuggingFaceConfig:
+    """Return the configuration of the decoder.
+
+    Raises:
+        UnsupportedModelError: cached bytes of the model depend on more than the tokens before them.
+    """
     find = getattr(config, "get_text_config", None)
     text: HuggingFaceConfig = config if find is None else find(decoder=True)
     check_causal(config, text)
     return text
+
+
+def _dtype_of(text: HuggingFaceConfig, config: HuggingFaceConfig) -> str:
+    """Return the dtype that a configuration names; float32 for one that was made by hand, as a model has that
+    is built from it.
+
+    Raises:
+        ConfigError: a checkpoint's configuration names none. Its weights may be of any dtype; those of
+            gpt-oss are bfloat16.
+    """
+    dtype = _dtype_name(text) or _dtype_name(config)
+    if dtype is None and (getattr(config, "name_or_path", None) or getattr(config, "architectures", None)):
+        raise ConfigError(
+            f"the configuration of this {text.model_type} checkpoint has no dtype: pass dtype=, that of its "
+            "weights, such as 'bfloat16'"
+        )
+    quantised = getattr(config, "quantization_config", None)
+    if isinstance(quantised, Mapping) and quantised.get("kv_cache_scheme"):
+        warnings.warn(
+            f"this {text.model_type} checkpoint asks for a quantised KV cache, which transformers ignores "
+            f"and serving engines follow: the spec is for {dtype}; for them, spec.with_quantised_kv()",
+            stacklevel=4,
+        )
+    return dtype or "float32"
 
 
 def _dtype_name(config: HuggingFaceConfig) -> str | None:
@@ -184,10 +214,17 @@ def _covered(model_type: str, parts: Sequence[_Placed]) -> Sequence[_Placed]:
     ]
 
 
-def _pools(model_type: str, parts: Iterable[_Placed], page_size: int) -> tuple[PoolSpec, ...]:
-    """Collect the parts of all layers into pools: full coverage first, then windows, then states."""
+def pools_of_layers(
+    model_type: str, parts: Sequence[tuple[int, LayerTensor]], page_size: int
+) -> tuple[PoolSpec, ...]:
+    """Collect what the layers keep, each with its layer's number, into pools: full coverage first, then
+    windows, then states.
+
+    Raises:
+        UnsupportedModelError: no layer keeps every token, or tensors of a pool have several shapes.
+    """
     found: dict[PoolKind, dict[str, list[_Placed]]] = {}
-    for index, part in parts:
+    for index, part in _covered(model_type, parts):
         same = found.setdefault(part.pool, {}).setdefault(part.tensor, [])
         _check_same(model_type, (index, part), same)
         same.append((index, part))

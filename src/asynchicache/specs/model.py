@@ -98,13 +98,14 @@ class ModelSpec:
             config: configuration of a decoder, or a composite one whose `get_text_config` returns it.
             page_size: tokens per page.
             dtype: dtype that the model computes in, e.g. `bfloat16`. Default: the configuration's, or float32
-                if it has none.
+                if it was made by hand without one.
             model: name in fingerprints. Default: the configuration's model type.
 
         Raises:
             UnsupportedModelError: no pool describes the cache content of a layer; names layer and model.
-            ConfigError: the configuration contradicts itself, or `page_size` is below 1 or ends a page within
-                a compressed entry (DeepSeek-V4).
+            ConfigError: the configuration contradicts itself or is a checkpoint's without a
+                dtype, or `page_size` is below 1 or
+                ends a page within a compressed entry (DeepSeek-V4).
         """
         _check_page_size(page_size)
         found = describe(config, page_size, dtype=dtype)
@@ -211,6 +212,13 @@ class ModelSpec:
             ]
         except ConfigError as error:
             raise ConfigError(f"store_parts {parts}: {error}") from error
+
+    def on_one_rank(self) -> ModelSpec:
+        """Return the pools of the rank's pipeline stage as one rank has them that is not divided further."""
+        if self._division is None:
+            return self
+        whole, place, layers, _ = self._division
+        return whole.shard(pp=(place.pp.rank, place.pp.size), layers=layers)
 
     @property
     def place(self) -> Shard:

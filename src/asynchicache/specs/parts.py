@@ -80,7 +80,10 @@ class Layer:
         return value
 
     def unsupported(self, why: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self.model_type} layer {self.index} is {self.kind!r}: {why}")
+        return UnsupportedModelError(
+            f"{self.model_type} layer {self.index} is {self.kind!r}: {why}; "
+            "asynchicache.spec_from_model(model) asks the model itself"
+        )
 
 
 Recipe = Callable[[Layer], tuple[LayerTensor, ...]]

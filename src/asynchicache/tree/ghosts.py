@@ -1,4 +1,4 @@
-"""What was evicted from the last tier lately, by name only: a prompt that returns is not taken for a new one."""
+"""What was evicted from the last tier lately, by name only, so that a prompt that returns is no new one."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from asynchicache.config import CacheConfig
 from asynchicache.errors import RankProtocolError
+from asynchicache.integrations.transformers.asking import check_spec
 from asynchicache.integrations.transformers.bridge import PrefixCopies
 from asynchicache.integrations.transformers.calls import ModelCall, ModelRank
 from asynchicache.integrations.transformers.prefill_runner import check_model
@@ -51,6 +52,7 @@ async def run_follower(
     """
     config = config or CacheConfig(device=str(model.device))
     check_model(model, config, spec)
+    check_spec(model, spec)
     decoder = msgspec.msgpack.Decoder(ModelCall)
     with closing(open_device(config)) as device:
         stream = device.stream("model")  # stays empty: a call ends only when the device has finished

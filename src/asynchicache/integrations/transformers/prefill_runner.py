@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from asynchicache.cache import Hit, HybridCache, Request
 from asynchicache.config import CacheConfig
 from asynchicache.errors import ConfigError
+from asynchicache.integrations.transformers.asking import check_spec, spec_from_model
 from asynchicache.integrations.transformers.bridge import CacheBridge
 from asynchicache.integrations.transformers.calls import Drop, Feed, ModelCalls, ModelRank, Trim
 from asynchicache.integrations.transformers.forward import feeds_one_by_one
@@ -259,8 +260,9 @@ async def open_prefill_runner(
     """
     config = config or CacheConfig(device=str(model.device))
     if spec is None:
-        dtype = str(model.dtype).removeprefix("torch.")
-        spec = ModelSpec.from_config(model.config, page_size=page_size, dtype=dtype)
+        spec = spec_from_model(model, page_size=page_size)
+    else:
+        check_spec(model, spec)
     check_model(model, config, spec)
     if prefill_chunk < 1:
         raise ConfigError(f"prefill_chunk {prefill_chunk} must be 1 token at least")

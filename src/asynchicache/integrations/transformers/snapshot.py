@@ -150,7 +150,8 @@ def _write_layer(
         )
     for name, target in memory.items():
         entry = page_size // target.shape[1]  # tokens per entry
-        _scatter(target, slots, rows_of(layer, name, row)[(start - first) // entry : (stop - first) // entry])
+        rows = rows_of(layer, name, row)[(start - first) // entry : (stop - first) // entry]
+        _scatter(target, slots, _fitting(rows, target[:, 0], f"layer {index}: {name}"))
 
 
 def write_states(
@@ -215,16 +216,17 @@ def write_saved_states(saved: SavedStates, pools: PoolMap, slot: int) -> None:
         for index, memory in pools.states.items():
             found = saved.layers[index]
             check_states(found, index, memory)
-            _write_states(found.conv, memory.conv, slot)
-            _write_states(found.recurrent, memory.recurrent, slot)
-            _write_states(found.tail, memory.tail, slot)
+            where = f"layer {index}: "
+            _write_states(found.conv, memory.conv, slot, where + "conv")
+            _write_states(found.recurrent, memory.recurrent, slot, where + "recurrent")
+            _write_states(found.tail, memory.tail, slot, where + "tail")
 
 
 def _write_states(
-    held: Mapping[_Field, torch.Tensor], memory: Mapping[_Field, torch.Tensor], slot: int
+    held: Mapping[_Field, torch.Tensor], memory: Mapping[_Field, torch.Tensor], slot: int, where: str
 ) -> None:
     for field, states in held.items():
-        memory[field][slot].copy_(_fitting(states[0], memory[field]))
+        memory[field][slot].copy_(_fitting(states[0], memory[field], f"{where} {field}"))
 
 
 def _check_row(cache: DynamicCache, row: int) -> None:
@@ -334,7 +336,7 @@ def _restore_pages(
 def _scatter(memory: torch.Tensor, slots: Sequence[int], rows: torch.Tensor) -> None:
     """Copy the first rows of `[entries, *shape]` to `slots` of `memory` `[slots, entries, *shape]`; the last
     page may be given in part."""
-    rows = _fitting(rows[: len(slots) * memory.shape[1]], memory[:, 0])
+    rows = rows[: len(slots) * memory.shape[1]]
     whole, rest = divmod(len(rows), memory.shape[1])
     pages = rows[: whole * memory.shape[1]].reshape(whole, *memory.shape[1:])
     memory.index_copy_(0, _index(memory, slots[:whole]), pages.to(memory.device))
@@ -351,12 +353,13 @@ def _index(memory: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
     return torch.tensor(slots, dtype=torch.int64, device=memory.device)
 
 
-def _fitting(source: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+def _fitting(source: torch.Tensor, memory: torch.Tensor, where: str) -> torch.Tensor:
     """Return `source` if its item shape and dtype match `memory`: a copy would silently convert."""
     item = memory.shape[1:]
-    if source.shape[-len(item) :] != item or source.dtype != memory.dtype:
+    held = source.shape[source.ndim - len(item) :]
+    if held != item or source.dtype != memory.dtype:
         raise UsageError(
-            f"the cache holds {source.dtype} {list(source.shape[-len(item) :])} where the pool's memory "
-            f"is {memory.dtype} {list(item)}; the spec was made for another model or dtype"
+            f"{where} is {source.dtype} {list(held)} in the model and {memory.dtype} {list(item)} in the "
+            "pool; the spec was made for another model or dtype"
         )
     return source
