@@ -9,8 +9,9 @@ import uuid
 class ServedWeights:
     """Names the weights behind the pages that an engine writes and looks up.
 
-    Weights of which nobody gave a version get a name of their own, which no other process finds again. So does
-    memory that may hold pages of several weights: from a change of weights until the engine drops its pages.
+    Weights of which nobody gave a version get a name of their own, which no other process finds again. So
+    does memory that may hold pages of several weights: from a change of weights until the engine drops its
+    pages.
 
     May be called from any thread.
 
