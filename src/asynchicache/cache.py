@@ -154,7 +154,6 @@ class HybridCache:
         self._opened_at = opened_at
         self._attached = config
         self._given: StorageBackend | None = None
-        self._opened_when = parts.port.now()
 
     @classmethod
     def open(
@@ -362,7 +361,6 @@ class HybridCache:
         else:
             request = self._tracer.request(self._controller, words, seed, traceparent, prompt)
         request.made_at, request.hint = made_at, hint
-        request.uptime = self._parts.port.now() - self._opened_when
         return request if stream is None else request.run_on(stream)
 
     def trace(self, tracer: RequestTracer | None) -> None:
@@ -687,7 +685,7 @@ async def _open_parts(
     await tasks.ready()
     copies = transfers if group is None else group.copies(transfers)
     executor = Executor(planner, device, reactor, copies, tasks)
-    controller = _controller(planner, executor, stored, config)
+    controller = _controller(planner, executor, stored, config, port)
     if transfers.audit is not None:
         state.watch_host(transfers.audit.forget)
     for growth in growing_pools(spec, on_host, port, state.open_host, state.open_extents):
@@ -698,7 +696,7 @@ async def _open_parts(
 
 
 def _controller(
-    planner: Planner, executor: Executor, stored: StoragePools, config: CacheConfig
+    planner: Planner, executor: Executor, stored: StoragePools, config: CacheConfig, port: Port
 ) -> HybridCacheController:
     return HybridCacheController(
         planner,
@@ -707,6 +705,7 @@ def _controller(
         prefetch=config.prefetch,
         store_bytes=config.store_bytes,
         count_namespaces=config.count_namespaces,
+        now=port.now,
     )
 
 

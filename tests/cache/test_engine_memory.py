@@ -149,6 +149,19 @@ async def test_pages_that_cannot_be_meant_are_refused_before_anything_changes() 
         assert cache.verify(idle=True) == []
 
 
+@pytest.mark.parametrize("length", [0, 3, 5])
+@pytest.mark.asyncio
+async def test_a_state_may_be_named_where_no_page_ends(length: int) -> None:
+    memory = paged()
+    async with HybridCache.open(SPEC, config(), engine=memory.memory) as cache:
+        async with cache.request(range(5)) as request:
+            await request.load(into={"kv": [], "mamba": []})
+            await request.checkpoint(length, pages={"kv": [1][: length // 4], "mamba": [0]})
+            with pytest.raises(UsageError, match="2 pages of pool 'mamba' for the last 1"):
+                request.checkpoint(length, pages={"mamba": [0, 1]})
+        assert cache.verify(idle=True) == []
+
+
 @pytest.mark.asyncio
 async def test_two_loads_into_one_page_are_refused_while_the_first_runs() -> None:
     memory = paged()

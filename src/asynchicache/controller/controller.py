@@ -6,6 +6,8 @@ parts. A failure costs a hit, never a request.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from asynchicache.controller.admission import Admission
 from asynchicache.controller.event_hub import EventHub
 from asynchicache.controller.executor import Executor
@@ -47,6 +49,7 @@ class HybridCacheController:
         prefetch: PrefetchOptions,
         store_bytes: int,
         count_namespaces: int = 0,
+        now: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """
         Args:
@@ -56,6 +59,7 @@ class HybridCacheController:
             prefetch: how long requests wait for storage.
             store_bytes: bytes of storage writes in flight, beyond which writes are shed.
             count_namespaces: the most namespaces with counters of their own.
+            now: the clock, in seconds.
         """
         self.planner = planner
         self.executor = executor
@@ -79,7 +83,12 @@ class HybridCacheController:
             self.admission.is_waited_for,
         )
         self._count_namespaces = count_namespaces
+        self._now = now
         self.recorder: TraceRecorder | None = None
+
+    def tell_time(self) -> None:
+        """Tell the planner the time, which is a value to it, before it decides."""
+        self.planner.set_time(self._now())
 
     def trace(self, tracer: Tracer | None) -> None:
         """Report the begin and end of copies, writes and evictions to `tracer`; None: stop."""

@@ -80,7 +80,6 @@ class Request:
         self._closed = False
         self.made_at = ""
         self.hint = NO_HINT
-        self.uptime = 1.0
         self.recorded = True
 
     # Life
@@ -89,9 +88,8 @@ class Request:
         if self._state is not None or self._closed:
             raise RequestStateError("a request is used once; ask the cache for another")
         self._executor.check_open()
-        self._state = state = self._planner.open(
-            self._tokens, self._seed, self._prompt, self.hint, self.uptime
-        )
+        self._controller.tell_time()
+        self._state = state = self._planner.open(self._tokens, self._seed, self._prompt, self.hint)
         state.made_at = self.made_at
         if self._controller.recorder is not None and self.recorded:
             self._controller.recorder.opened(state)
@@ -165,6 +163,7 @@ class Request:
     def _in_use(self) -> RequestState:
         state = self._open()
         self._executor.check_open()
+        self._controller.tell_time()
         return state
 
     def _unfinished(self) -> RequestState:
@@ -185,6 +184,7 @@ class Request:
         self._check_own_device(verb)
         state, count = self._unfinished(), as_count(verb, tokens)
         self._executor.check_open()
+        self._controller.tell_time()
         if count < 0:
             raise RequestStateError(f"{verb}({count}): a number of tokens, 0 at least")
         return state, count
@@ -702,7 +702,7 @@ class Request:
         """Whether checkpoints are published: the device is well, the weights are those of the match, and the
         request's hint allows it."""
         current = state.epoch == self._planner.state.tree.epoch
-        return current and self._executor.failure is None and not state.transient
+        return current and self._executor.failure is None and not state.hint.transient
 
     def _order_after(self, state: RequestState, stream: Stream | None) -> None:
         if stream is not None:

@@ -246,7 +246,9 @@ class BackupPlanner:
         short = self._clean_target - self._state.free[FULL_DEVICE].available
         seen: list[Node] = []
         plan: list[Copy] = []
-        while short > 0 and (node := queue.pop(self._tree.clock, self._tree.step)) is not None:
+        while (
+            short > 0 and (node := queue.pop(self._tree.clock, self._tree.step, self._tree.now)) is not None
+        ):
             seen.append(node)
             short -= node.pages
             plan += self.backup(node)

@@ -48,17 +48,14 @@ class EnginePlanner:
         for pool, numbers in pages.items():
             if pool not in known:
                 raise UsageError(f"pool {pool!r} is none of those that own slots: {sorted(known)}")
-            most = self._most(pool, longest)
+            per_token = self._state.spec.pool(pool).per_token
+            # A prefix shorter than a page has no state to load, but the engine has one to name when it ends.
+            most = longest if per_token else min(longest, 1) if written else 1
             if len(numbers) > most:
                 raise UsageError(f"{len(numbers)} pages of pool {pool!r} for the last {most} of a prefix")
             self._check_numbers(
                 pool, [number for number in numbers if number is not None], known[pool], written
             )
-
-    def _most(self, pool: str, longest: int) -> int:
-        """The most pages of a pool that an engine may name for a prefix of `longest` pages."""
-        owner = self._state.spec.pool(pool)
-        return longest if owner.per_token else min(longest, 1)
 
     def _check_numbers(self, pool: str, numbers: Sequence[int], count: int, written: bool) -> None:
         seen: set[int] = set()
@@ -206,7 +203,9 @@ class EnginePlanner:
         finally:
             state.unlock(kept)
         request.published.add(pages)
+        state.bound_hint(request, end.end)
         tree.published(end, request.lease.credit, fresh=end is not above)
+        state.keep(request, end)
         return self._copy(end, batch, numbers)
 
     def _full_pages(

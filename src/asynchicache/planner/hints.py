@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from math import isfinite
 
 from asynchicache.errors import ConfigError
+from asynchicache.tree.keeps import HintShare
 
 MAX_KEEP_SECONDS = 3600.0
 """The longest that a hint can ask to keep pages."""
-
-HINTED_SHARE = 0.25
-"""The share of a cache's pages that hints of one namespace can favour at a time; more have no effect."""
 
 _FULL_HINT = 2.0
 
@@ -21,12 +19,14 @@ _FULL_HINT = 2.0
 class CacheHint:
     """What a client knows about the future of a request's pages; advice that changes the order of eviction.
 
-    A hint never evicts what is locked, and counts for at most `HINTED_SHARE` of the memory in each namespace.
+    A hint never evicts what is locked, and all hints together count for at most `HINTED_SHARE` of the memory
+    (`tree.keeps`).
 
     Attributes:
         continues: another request will continue this one: it counts as used later, by two usual returns.
         over: nobody will ask for it again: it counts as used earlier by as much.
-        keep_seconds: it counts as used that much later; at most `MAX_KEEP_SECONDS`.
+        keep_seconds: nothing of it is evicted for so long, unless there is nothing else to evict; at most
+            `MAX_KEEP_SECONDS`.
         transient: keep nothing that this request computes.
     """
 
@@ -40,13 +40,8 @@ class CacheHint:
             raise ConfigError(
                 f"hint keep_seconds {self.keep_seconds} must be 0 to {MAX_KEEP_SECONDS:g} seconds"
             )
-        if (self.over or self.transient) and self.favours:
+        if (self.over or self.transient) and (self.continues or self.keep_seconds > 0):
             raise ConfigError("a hint says that a request is over or transient, or that it returns, not both")
-
-    @property
-    def favours(self) -> bool:
-        """Whether it asks to keep pages for longer than others."""
-        return self.continues or self.keep_seconds > 0
 
     @property
     def halves(self) -> float:
@@ -58,31 +53,36 @@ NO_HINT = CacheHint()
 
 
 class HintLedger:
-    """Pages that hints favour now, by namespace."""
+    """Pages that `continues` favours now: they count as used later than they were.
+
+    Attributes:
+        share: the pages, by namespace.
+        refused: requests, and publications, whose hint did not count.
+    """
 
     def __init__(self, capacity: int) -> None:
         """`capacity`: pages of the larger tier."""
-        self._most = HINTED_SHARE * capacity
-        self._favoured: dict[bytes, deque[tuple[float, int]]] = {}
+        self.share = HintShare(capacity)
         self.refused = 0
+        self._ends: list[tuple[float, bytes, int]] = []
 
-    def allows(self, seed: bytes, pages: int, clock: float) -> bool:
-        """Whether a namespace may favour this many pages more. Counts refusals.
+    def allow(self, seed: bytes, pages: int, clock: float, until: float) -> bool:
+        """Favour so many pages more, if the namespace may have them; else count a refusal.
 
         Args:
             seed: of the namespace.
-            pages: of the request.
+            pages: of the request; nothing is noted of none.
             clock: the tree's.
+            until: the clock at which they are as old as they would be without the hint.
         """
-        held = self._favoured.get(seed)
-        while held and held[0][0] <= clock:
-            held.popleft()
-        if held is not None and not held:
-            del self._favoured[seed]
-        allowed = pages + sum(count for _, count in held or ()) <= self._most
-        self.refused += not allowed
-        return allowed
-
-    def note(self, seed: bytes, pages: int, until: float) -> None:
-        """Pages are favoured until the tree's clock gets to `until`."""
-        self._favoured.setdefault(seed, deque()).append((until, pages))
+        ends = self._ends
+        while ends and ends[0][0] <= clock:
+            _, of_seed, count = heappop(ends)
+            self.share.give_back(of_seed, count)
+        if pages <= 0:
+            return True
+        if not self.share.take(seed, pages):
+            self.refused += 1
+            return False
+        heappush(ends, (until, seed, pages))
+        return True

@@ -104,6 +104,7 @@ class LoadPlanner:
         request.tail, request.tail_tokens = tail, tail.tokens
         if request.whole_tail is not None:
             request.last_tail = request.whole_tail
+            self._state.keep(request, tail.node)
         tails.use(self._tree, tail, lease.credit)
         for node, place in tails.locks(self._tree, tail):
             self._tree.lock_for(lease.locked, node, place)

@@ -16,7 +16,7 @@ from asynchicache.planner.activity import Activity
 from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy
 from asynchicache.planner.engine import EnginePlanner
-from asynchicache.planner.hints import NO_HINT, CacheHint, HintLedger
+from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.planner.load import LoadPlanner, by_place
 from asynchicache.planner.options import CLEAN_SHARE, WRITE_POLICY
 from asynchicache.planner.prefetch import PrefetchPlanner
@@ -27,7 +27,7 @@ from asynchicache.planner.windows import WindowPlanner
 from asynchicache.pools.extents import ExtentPlan
 from asynchicache.specs import ModelSpec
 from asynchicache.tree import copies, tails
-from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Node, SlotPlace, place_of
+from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Keep, Node, SlotPlace, place_of
 from asynchicache.tree.policies import EVICTION
 from asynchicache.tree.radix_tree import Match
 from asynchicache.types import Direction, MissReason, Tier, WritePolicy
@@ -45,7 +45,6 @@ class Planner:
         windows: the pages of sliding windows that requests hold.
         ends: publishes ends inside a page.
         activity: the work in flight, by when it began.
-        hints: the pages that hints favour.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class Planner:
         self.loads = LoadPlanner(self.state, self.windows)
         self.engine = EnginePlanner(self.state, self.backups)
         self._states = [component.id for component in self._tree.components if not component.paged]
-        self.hints = HintLedger(max(free.capacity for free in self.state.free[:2]))
 
     # Requests
 
@@ -109,7 +107,6 @@ class Planner:
         seed: bytes,
         prompt: int | None = None,
         hint: CacheHint = NO_HINT,
-        uptime: float = 1.0,
     ) -> RequestState:
         """Match and lock a prefix. At least one token is left to compute, so that there are logits.
 
@@ -118,7 +115,6 @@ class Planner:
             seed: the digest of the namespace.
             prompt: tokens of the prompt. Default: the length of `tokens`.
             hint: what the client knows about the request's pages.
-            uptime: seconds since the cache was opened.
 
         Raises:
             CapacityError: the tokens do not fit on the device even if it is empty.
@@ -127,13 +123,21 @@ class Planner:
         self._check_capacity(prompt)
         match = self._match(tokens, seed)
         held_back = self._tree.held_back(tokens, match)
-        lease = self._tree.lock(match, self._credit(tokens, seed, match, hint, uptime))
-        request = RequestState(tokens, seed, lease, match, held_back, prompt=prompt, transient=hint.transient)
-        request.epoch = self._tree.epoch
+        credit, favoured = self._credit(tokens, seed, match, hint)
+        lease = self._tree.lock(match, credit)
+        request = RequestState(tokens, seed, lease, match, held_back, prompt=prompt, hint=hint)
+        request.epoch, request.favoured = self._tree.epoch, favoured
         request.known_pages = self._tree.count_known(tokens, match)
+        if hint.keep_seconds:
+            request.keep = Keep(self._tree.now + hint.keep_seconds, seed)
+        self.state.keep(request, lease.node)
         self.state.requests.add(request)
         self.loads.keep_tail(request)
         return request
+
+    def set_time(self, now: float) -> None:
+        """Say what time it is, in seconds of a clock that never goes back; hints keep pages by it."""
+        self._tree.now = now
 
     def reopen(self, before: RequestState) -> RequestState:
         """The state in which a suspended request goes on: all its tokens are its prompt, and it rests.
@@ -144,20 +148,22 @@ class Planner:
         request = self.open(before.tokens, before.seed)
         self.rest(request)
         request.made_at, request.streams, request.resumed = before.made_at, dict(before.streams), True
-        request.transient, request.known_pages = before.transient, before.known_pages
+        request.hint, request.keep, request.favoured = before.hint, before.keep, before.favoured
+        if before.hint.halves:
+            request.lease.credit = before.lease.credit
+        request.known_pages = before.known_pages
         return request
 
-    def _credit(self, tokens: array[int], seed: bytes, match: Match, hint: CacheHint, uptime: float) -> float:
-        """What the policy and a hint give a request, in ticks of the tree's clock."""
+    def _credit(self, tokens: array[int], seed: bytes, match: Match, hint: CacheHint) -> tuple[float, int]:
+        """What the policy and a hint give a request, in ticks of the tree's clock; and how many pages the
+        hint favours."""
         tree, pages = self._tree, len(tokens) // self._tree.page_size
-        if not hint.favours:
-            return tree.credit(tokens, match, hint.halves)
-        if not self.hints.allows(seed, pages, tree.clock):
-            return tree.credit(tokens, match)
         credit = tree.credit(tokens, match, hint.halves)
-        credit = max(credit, hint.keep_seconds * tree.clock / max(uptime, 1.0))
-        self.hints.note(seed, pages, tree.clock + max(credit, 1.0))
-        return credit
+        if not hint.continues:
+            return credit, 0
+        if self.state.hints.allow(seed, pages, tree.clock, tree.clock + max(credit, 1.0)):
+            return credit, pages
+        return min(credit, 0.0), 0
 
     def _check_capacity(self, tokens: int) -> None:
         pages, state = -(-tokens // self.state.page_size), self.state
@@ -186,6 +192,7 @@ class Planner:
         request.lease = self._tree.lock(match, before.credit)
         request.epoch = self._tree.epoch
         request.resting = False
+        self.state.keep(request, request.lease.node)
         self.loads.keep_tail(request)
         if prefetched:
             self._count_prefetched(request, *had)
@@ -391,6 +398,7 @@ class Planner:
         pages = length // self.state.page_size
         if pages < request.borrowed:
             return []
+        self.state.bound_hint(request, pages)
         offers = self.windows.offered(request, pages)
         result = self._tree.insert(
             request.lease, request.tokens, request.pages[request.borrowed : pages], windows=offers
@@ -422,6 +430,8 @@ class Planner:
             if fork is not None:
                 fork.publishes = tail if tail is not None and self.backups.due(tail) else None
                 forks.append(fork)
+        for node in ends:
+            self.state.keep(request, node)
         request.resumable = [node for node in ends if self._tree.restorable(node)]
         due = self.backups.last_due(end)
         if due is None or (copy is not None and due is end):  # else once the state has arrived
@@ -514,6 +524,8 @@ class Planner:
         for request in self.state.requests:
             request.unpublished |= request.loaded
         self.flush()
+        for node in self._tree.nodes():  # in use for now, and of no use to later requests
+            node.keep = None
 
     def flush(self) -> None:
         """Evict everything that is not locked, on device and host."""

@@ -6,8 +6,9 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
+from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.streams.base import Stream
-from asynchicache.tree.node import Locks, Node, SlotPlace
+from asynchicache.tree.node import Keep, Locks, Node, SlotPlace
 from asynchicache.tree.radix_tree import HeldBack, Match, PathLease
 from asynchicache.tree.tails import Tail
 from asynchicache.types import MissReason, Tier
@@ -73,7 +74,9 @@ class RequestState:
         sources: by pool and the tier they came from, the restored pages and states. `STORAGE` counts those
             that the request's prefetch brought.
         split: tokens to compute before the rest of the prefix comes from storage; 0: none.
-        transient: what it computes is not published.
+        hint: what its client knows.
+        keep: until when the hint keeps its pages.
+        favoured: how many of its pages the hint favours by their order.
         made_at: where the request was made, for reports.
         loaded: whether `load` was called.
         resumed: the request was suspended, so its hit has been counted already.
@@ -119,7 +122,9 @@ class RequestState:
     prefetched_pages: int = 0
     sources: Counter[tuple[str, Tier]] = field(default_factory=Counter)
     split: int = 0
-    transient: bool = False
+    hint: CacheHint = NO_HINT
+    keep: Keep | None = None
+    favoured: int = 0
     made_at: str = ""
     loaded: bool = False
     resumed: bool = False

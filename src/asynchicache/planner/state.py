@@ -9,6 +9,7 @@ from typing import Self
 
 from asynchicache.errors import ConfigError
 from asynchicache.planner.actions import PoolTransfers
+from asynchicache.planner.hints import HintLedger
 from asynchicache.planner.request_state import RequestState
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.pools.budget import ByteBudget
@@ -18,6 +19,7 @@ from asynchicache.tracing import Tracer
 from asynchicache.tree import copies, eviction
 from asynchicache.tree.copies import CopyRequest, TierCopy
 from asynchicache.tree.eviction import MAX_VICTIMS
+from asynchicache.tree.keeps import HintShare
 from asynchicache.tree.node import (
     FULL,
     FULL_DEVICE,
@@ -86,6 +88,7 @@ class CacheState:
         host_only: an engine owns the device pages, so the tree has none.
         slot_sharers: by pool, the pools that share its slots and are copied with it.
         free: by place, the allocator of that component and tier.
+        hints: the pages that hints favour by their order; what they keep is known by the tree.
         requests, tier_copies, locked, private: all holders of locks or slots outside the tree.
         extents: the host memory that pools share, or None.
         on_move: called with a pool, host slots, and where their bytes go, before the slots are freed.
@@ -141,6 +144,8 @@ class CacheState:
         self.on_move: Callable[[str, list[int], list[int]], object] | None = None
         self.free = self._allocators(slots, extents)
         self._shared = self._shared_places()
+        self._share_out()
+        self.hints = HintLedger(max(free.capacity for free in self.free[:2]))
         self._check_windows()
         self.counters = PlannerCounters(evicted=[0] * len(self.free))
         self.tracer: Tracer | None = None
@@ -202,6 +207,31 @@ class CacheState:
                 found[tier_of(place)].append(place)
         self.tree.watch_slots(found[Tier.HOST] if self.extents is not None else ())
         return found
+
+    def _share_out(self) -> None:
+        """Say how much of each memory hints may keep; pools that share one have one share together."""
+        shared = {tier: HintShare(memory.nbytes) for tier, memory in self.memory.items()}
+        if self.extents is not None:
+            shared[Tier.HOST] = HintShare(self.extents.nbytes)
+        for place, free, queue in zip(self.tree.places, self.free, self.tree.queues, strict=True):
+            if place in self._shared[tier_of(place)]:
+                queue.shelf.share, queue.shelf.slot_cost = shared[tier_of(place)], free.slot_bytes
+            else:
+                queue.shelf.share = HintShare(free.capacity)
+
+    def keep(self, request: RequestState, node: Node) -> None:
+        """Keep the path to `node` for as long as the request's hint asks."""
+        if request.keep is not None:
+            self.tree.keep(node, request.keep)
+
+    def bound_hint(self, request: RequestState, pages: int) -> None:
+        """A request is about to publish its first `pages` pages: its hint favours them within its share."""
+        more, lease = pages - request.favoured, request.lease
+        if request.hint.continues and more > 0 and lease.credit > 0:
+            if self.hints.allow(request.seed, more, self.tree.clock, self.tree.clock + lease.credit):
+                request.favoured = pages
+            else:
+                lease.credit = 0.0
 
     def _slot_bytes(self, name: str) -> int:
         """Bytes of a slot of a pool, with those of the pools that share it."""
@@ -388,11 +418,12 @@ class CacheState:
 
     def _least_valuable(self, tier: Tier, useless: Collection[SlotPlace] = ()) -> SlotPlace | None:
         """The place of a shared memory from which to evict next; none of `useless`."""
-        clock, step, best, least = self.tree.clock, self.tree.step, None, 0.0
+        clock, step, now = self.tree.clock, self.tree.step, self.tree.now
+        best, least = None, 0.0
         for place in self._shared[tier]:
             if place in useless:
                 continue
-            score = self.tree.queues[place].score(clock, step)
+            score = self.tree.queues[place].score(clock, step, now)
             if score is not None:
                 if not self.tree.components:
                     return place

@@ -62,7 +62,7 @@ def evict(
     spared: list[Node] = []
     queue = tree.queues[place]
     while victims and freed.count(place) < count:
-        node = queue.pop(tree.clock, tree.step)
+        node = queue.pop(tree.clock, tree.step, tree.now)
         if node is None:
             break
         if not _may_go(node, place, dirty):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from asynchicache.types import Residency, Tier
 
@@ -63,6 +63,13 @@ FULL_DEVICE = place_of(FULL, Tier.DEVICE)
 FULL_HOST = place_of(FULL, Tier.HOST)
 
 
+class Keep(NamedTuple):
+    """Until when a hint keeps what it marks, in the seconds of `UnifiedRadixTree.now`, and for whom."""
+
+    until: float
+    seed: bytes
+
+
 class Node:
     """Pages `end - pages` to `end` of every sequence that runs through it.
 
@@ -72,6 +79,7 @@ class Node:
         slots, residency, locks: by `place`: slot numbers or None, where they stand, leases on them.
         worth: by component, what orders its eviction. A node is worth at least what its descendants are;
             that is made up for when they go, so that a use touches one node only.
+        keep: the hint that keeps it longest, over or not; None if none does.
         superseded: bit by component, a later state of the same sequence took its place.
         published: the policy's, about a node whose end was published and not asked for since; else -1.
         device_children, host_children: children whose full component has slots in that tier.
@@ -97,6 +105,7 @@ class Node:
         "hits",
         "holders",
         "host_children",
+        "keep",
         "key",
         "locks",
         "pages",
@@ -125,6 +134,7 @@ class Node:
         self.residency: list[int] = [ABSENT] * (TIERS * components)
         self.locks: list[int] = [0] * (TIERS * components)
         self.worth: list[float] = [0] * components
+        self.keep: Keep | None = None
         self.superseded = 0
         self.published: float = -1
         self.device_children = 0

@@ -11,13 +11,14 @@ To add a policy, derive a class from `Policy` and name it in the option `evictio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from heapq import heappop, heappush, heapreplace
 from math import exp, frexp, inf, log
 from pkgutil import resolve_name
 
 from asynchicache.errors import ConfigError
-from asynchicache.tree.node import Node
+from asynchicache.tree.keeps import Shelf
+from asynchicache.tree.node import Node, SlotPlace, is_full
 
 _SLACK = 64
 _NOTHING_LOST = -1 << 20
@@ -164,20 +165,23 @@ class EvictionQueue:
 
     A heap with lazy correction. An entry may be out of date because the node was used since or is no
     longer a candidate; `pop` notices, so a use costs nothing here. Stale entries are swept out before
-    they outnumber the others.
+    they outnumber the others. A candidate that a hint keeps stands on the shelf instead, and goes when
+    there is no other.
     """
 
-    __slots__ = ("_component_id", "_flag", "_heap", "density", "members")
+    __slots__ = ("_component_id", "_flag", "_heap", "_place", "density", "members", "shelf")
 
-    def __init__(self, component_id: int, number: int, density: float = 1.0) -> None:
+    def __init__(self, component_id: int, place: SlotPlace, density: float = 1.0) -> None:
         """
         Args:
             component_id: the component.
-            number: tells this queue from the tree's others: a bit in `Node.queued`.
+            place: it and the tier; tells this queue from the tree's others by a bit in `Node.queued`.
             density: tokens lost with each candidate, in pages, for each byte that it frees.
         """
         self._component_id = component_id
-        self._flag = 1 << number
+        self._place = place
+        self._flag = 1 << place
+        self.shelf = Shelf(paths=is_full(place))
         self._heap: list[tuple[float, int, Node]] = []
         self.density = density
         self.members: set[Node] = set()
@@ -204,28 +208,32 @@ class EvictionQueue:
         if node.queued & self._flag:
             self._push(node)
 
-    def score(self, clock: float, step: float) -> float | None:
-        """How little is lost with the first choice: tokens a byte, over its age; None without candidates.
+    def score(self, clock: float, step: float, now: float = 0.0) -> float | None:
+        """How little is lost with the first choice: tokens a byte, over its age; None without candidates,
+        infinite if hints keep all of them.
 
         Args:
             clock: the tree's clock.
             step: what the clock adds for a request, a least age.
+            now: the tree's time, for what is kept.
         """
-        node = self._first()
+        node = self._first(now)
         if node is None:
-            return None
+            return inf if self.members else None
         return self.density / (max(clock - node.worth[self._component_id], 0.0) + step)
 
-    def pop(self, clock: float, step: float) -> Node | None:
+    def pop(self, clock: float, step: float, now: float = 0.0) -> Node | None:
         """Take out the node that is worth least; None if there is no candidate. Arguments as of `score`."""
-        node = self._first()
-        if node is not None:
-            heappop(self._heap)
-            node.queued &= ~self._flag
-            self.members.discard(node)
+        node = self._first(now)
+        if node is None:
+            return self._pop_kept()
+        heappop(self._heap)
+        node.queued &= ~self._flag
+        self.members.discard(node)
         return node
 
-    def _first(self) -> Node | None:
+    def _first(self, now: float) -> Node | None:
+        self._take_back(now)
         heap, members = self._heap, self.members
         while heap:
             worth, _, node = heap[0]
@@ -234,7 +242,35 @@ class EvictionQueue:
                 node.queued &= ~self._flag
             elif worth != node.worth[self._component_id]:
                 heapreplace(heap, (node.worth[self._component_id], node.serial, node))
+            elif node.keep is not None and self._keeps(node, now):
+                heappop(heap)
+                node.queued &= ~self._flag
             else:
+                return node
+        return None
+
+    def _keeps(self, node: Node, now: float) -> bool:
+        """Whether a hint keeps a candidate; it stands on the shelf then. What a later end of its sequence
+        replaced is not kept: that end is."""
+        keep, component_id = node.keep, self._component_id
+        if keep is None or keep.until <= now:
+            return False
+        if node.superseded >> component_id & 1 or not node.worth[component_id]:
+            return False
+        return self.shelf.take(node, keep, len(node.slots_at(self._place)))
+
+    def _take_back(self, now: float) -> None:
+        """Make those whose time on the shelf is over candidates like any other."""
+        for node in self.shelf.take_out(now):
+            if node in self.members:
+                self.add(node)
+
+    def _pop_kept(self) -> Node | None:
+        """Take out the kept node whose time is over first."""
+        while (node := self.shelf.first()) is not None:
+            self.shelf.discard(node)
+            if node in self.members:
+                self.members.discard(node)
                 return node
         return None
 
@@ -243,11 +279,13 @@ class EvictionQueue:
         first: dict[Node, float] = {}
         for worth, _, node in self._heap:
             first[node] = min(worth, first.get(node, worth))
-        return [
-            f"{node!r} would come up too late"
-            for node in self.members
-            if first.get(node, inf) > node.worth[self._component_id]
-        ]
+        return self._late(
+            node for node in self.members if first.get(node, inf) > node.worth[self._component_id]
+        )
+
+    def _late(self, nodes: Iterable[Node]) -> list[str]:
+        late = [f"{node!r} would come up too late" for node in nodes if node not in self.shelf]
+        return late + self.shelf.problems()
 
     def entries(self) -> int:
         """How many entries there are, out of date or not."""
@@ -279,9 +317,9 @@ class ValueQueue(EvictionQueue):
 
     __slots__ = ("_changed", "_classes", "_density_of", "_queued")
 
-    def __init__(self, component_id: int, number: int, density_of: Callable[[Node], float]) -> None:
+    def __init__(self, component_id: int, place: SlotPlace, density_of: Callable[[Node], float]) -> None:
         """`density_of`: the density of a candidate as it is now."""
-        super().__init__(component_id, number)
+        super().__init__(component_id, place)
         self._density_of = density_of
         self._classes: dict[int, list[tuple[float, int, Node, float]]] = {}
         self._queued: dict[Node, float] = {}  # the density of the node's entry that counts
@@ -291,27 +329,32 @@ class ValueQueue(EvictionQueue):
         self.members.add(node)
         self._changed.add(node)
 
-    def score(self, clock: float, step: float) -> float | None:
-        found = self._best(clock, step)
-        return None if found is None else found[0]
-
-    def pop(self, clock: float, step: float) -> Node | None:
-        found = self._best(clock, step)
+    def score(self, clock: float, step: float, now: float = 0.0) -> float | None:
+        found = self._best(clock, step, now)
         if found is None:
-            return None
+            return inf if self.members else None
+        return found[0]
+
+    def pop(self, clock: float, step: float, now: float = 0.0) -> Node | None:
+        found = self._best(clock, step, now)
+        if found is None:
+            return self._pop_kept()
         _, heap = found
         node = heappop(heap)[2]
         del self._queued[node]
         self.members.discard(node)
         return node
 
-    def _best(self, clock: float, step: float) -> tuple[float, list[tuple[float, int, Node, float]]] | None:
+    def _best(
+        self, clock: float, step: float, now: float
+    ) -> tuple[float, list[tuple[float, int, Node, float]]] | None:
         """The heap whose head goes first, and its score."""
+        self._take_back(now)
         if self._changed:
             self._take_changes()
         best = None
         for heap in self._classes.values():
-            self._clean(heap)
+            self._clean(heap, now)
             if not heap:
                 continue
             worth, _, _, density = heap[0]
@@ -336,7 +379,7 @@ class ValueQueue(EvictionQueue):
                     heappush(self._classes.setdefault(number, []), entry)
         self._changed.clear()
 
-    def _clean(self, heap: list[tuple[float, int, Node, float]]) -> None:
+    def _clean(self, heap: list[tuple[float, int, Node, float]], now: float) -> None:
         """Remove what is out of date from the head of a heap."""
         members, queued, component_id = self.members, self._queued, self._component_id
         while heap:
@@ -348,6 +391,9 @@ class ValueQueue(EvictionQueue):
                 del queued[node]
             elif worth != node.worth[component_id]:
                 heapreplace(heap, (node.worth[component_id], serial, node, density))
+            elif node.keep is not None and self._keeps(node, now):
+                heappop(heap)
+                del queued[node]
             else:
                 return
 
@@ -356,11 +402,11 @@ class ValueQueue(EvictionQueue):
         for heap in self._classes.values():
             for worth, _, node, density in heap:
                 first[node, density] = min(worth, first.get((node, density), worth))
-        return [
-            f"{node!r} would come up too late"
+        return self._late(
+            node
             for node in self.members - self._changed
             if first.get((node, self._queued.get(node, -1.0)), inf) > node.worth[self._component_id]
-        ]
+        )
 
     def entries(self) -> int:
         return sum(map(len, self._classes.values()))

@@ -38,6 +38,7 @@ from asynchicache.tree.node import (
     LOADING,
     RESIDENT,
     SAVING,
+    Keep,
     Locks,
     Node,
     SlotPlace,
@@ -169,6 +170,7 @@ class UnifiedRadixTree:
         version: changes whenever a match may no longer hold; one of another version is stale.
         ghosts: what was evicted lately.
         watcher: receives changes of slots; None costs nothing.
+        now: seconds of any clock that never goes back, as the caller last said; for what hints keep.
     """
 
     def __init__(
@@ -223,6 +225,7 @@ class UnifiedRadixTree:
         self._holders: dict[SlotPlace, dict[int, Node]] = {}
         self.clock = 1
         self.uses = 1
+        self.now = 0.0
         self._serial = 0
 
     def _queue(self, place: SlotPlace) -> EvictionQueue:
@@ -306,6 +309,7 @@ class UnifiedRadixTree:
         upper = Node(parent, node.key[:cut], node.head, pages, self.width)
         self._number(upper)
         upper.worth = list(node.worth)
+        upper.keep = node.keep
         upper.hits = node.hits
         upper.stored = node.stored & self._inherited
         upper.dropped = node.dropped & self._inherited
@@ -320,6 +324,8 @@ class UnifiedRadixTree:
         if node.digests is not None:
             upper.digests, node.digests = node.digests[:pages], node.digests[pages:]
         self._divide(upper, node)
+        for place in (FULL_DEVICE, FULL_HOST):
+            self.queues[place].shelf.split(upper, node)
         # A window is locked page by page, unlike a path, whose end locks all of it. So a node knows the lock
         # lists that name its windows, and the new half joins them. Walking the window again when the lease
         # closes would not do: the tree may have changed, and the walk would unlock other nodes.
@@ -455,6 +461,8 @@ class UnifiedRadixTree:
         node.slots[place] = None
         node.residency[place] = ABSENT
         self.queues[place].discard(node)
+        if node.keep is not None:
+            self.queues[place].shelf.discard(node)
         if place > FULL_HOST and self._has_states:
             self._revalue(node)
         if place == FULL_DEVICE:
@@ -511,6 +519,8 @@ class UnifiedRadixTree:
     def _inherit_worth(parent: Node, node: Node) -> None:
         if node.worth[FULL] > parent.worth[FULL]:
             parent.worth[FULL] = node.worth[FULL]
+        if node.keep is not None:
+            _keep(parent, node.keep)
 
     # --- eviction candidates and locks ---
 
@@ -597,6 +607,13 @@ class UnifiedRadixTree:
         worth = self.policy.worth(node, self.clock, credit)
         if worth > node.worth[0]:
             node.worth[0] = worth
+
+    def keep(self, node: Node, keep: Keep) -> None:
+        """Keep what a prefix that ends at `node` needs, as far as the hint's share goes."""
+        _keep(node, keep)
+        for window in self.windows:
+            for part in window.needs(node):
+                _keep(part, keep)
 
     # --- walks ---
 
@@ -1076,6 +1093,11 @@ def _forget(holders: list[Locks], locks: Locks) -> None:
 def _parent(node: Node) -> Node:
     assert node.parent is not None, "a root has no slots to change"
     return node.parent
+
+
+def _keep(node: Node, keep: Keep) -> None:
+    if node.parent is not None and (node.keep is None or node.keep.until < keep.until):
+        node.keep = keep
 
 
 def _pages(end: End) -> int:

@@ -31,6 +31,7 @@ def problems(
         found.extend(_node(tree, node))
     found.extend(_slots_disjoint(tree))
     found.extend(_candidates(tree))
+    found.extend(_kept(tree))
     found.extend(_holders(tree))
     if leases is not None:
         tier_copies = list(tier_copies)
@@ -128,6 +129,14 @@ def _candidates(tree: UnifiedRadixTree) -> Iterator[str]:
             kind = "is no candidate" if node in expected else "is a stale candidate"
             yield f"{node!r} {kind} at place {place}"
         yield from (f"{problem} at place {place}" for problem in queue.problems())
+
+
+def _kept(tree: UnifiedRadixTree) -> Iterator[str]:
+    shelves = [queue.shelf for queue in tree.queues]
+    for share in {id(shelf.share): shelf.share for shelf in shelves}.values():
+        kept = sum(shelf.used for shelf in shelves if shelf.share is share)
+        if kept != share.used or kept > share.most:
+            yield f"hints keep {kept:g} slots or bytes, counted are {share.used:g} of at most {share.most:g}"
 
 
 def _locks(

@@ -19,7 +19,6 @@ from asynchicache.cache import HybridCache, Request
 from asynchicache.config import PrefetchOptions
 from asynchicache.hashing import ObjectKey, namespace_seed, page_digests, tail_digests
 from asynchicache.planner.actions import Copy
-from asynchicache.planner.hints import HINTED_SHARE
 from asynchicache.planner.state import CacheState
 from asynchicache.testing.chaos.costs import CostOracle
 from asynchicache.testing.chaos.faults import FaultDraws
@@ -39,6 +38,7 @@ from asynchicache.testing.chaos.presence import (
 from asynchicache.testing.chaos.recency import RecencyOracle, StoredPath
 from asynchicache.testing.chaos.storage import ChaosStorage
 from asynchicache.tree import tails
+from asynchicache.tree.keeps import HINTED_SHARE
 from asynchicache.tree.node import FULL, FULL_HOST, Node, SlotPlace, component_of, place_of
 from asynchicache.types import ALL_PAGES, MissReason, PrefetchPolicy, Tier
 
@@ -147,7 +147,7 @@ class HitOracle:
             self._pools, ledger, storage.never_troubled, self._wanted_since, self._holds, self._held_reads
         )
         self._refused = 0
-        self._favours: dict[bytes, list[tuple[float, int]]] = {}  # by namespace, until when how many pages
+        self._favours: list[tuple[float, int]] = []  # until when how many pages
         self._clock = asyncio.get_running_loop().time
 
     @contextmanager
@@ -162,8 +162,8 @@ class HitOracle:
                 patch.object(tree, "clear_slots", partial(self._clear_slots, tree.clear_slots))
             )
             stack.enter_context(patch.object(tree, "trim", partial(self._trim, tree.trim)))
-            hints = self._controller.planner.hints
-            stack.enter_context(patch.object(hints, "note", partial(self._favoured, hints.note)))
+            hints = state.hints
+            stack.enter_context(patch.object(hints, "allow", partial(self._favoured, hints.allow)))
             backups = self._controller.planner.backups
             stack.enter_context(patch.object(backups, "backup", partial(self._backup, backups.backup)))
             stack.enter_context(self._storage.store.watched(self._forgotten))
@@ -452,15 +452,19 @@ class HitOracle:
         return False
 
     def _favoured(
-        self, note: Callable[[bytes, int, float], None], seed: bytes, pages: int, until: float
-    ) -> None:
-        note(seed, pages, until)
-        clock = self._tree.clock
-        favoured = [one for one in self._favours.get(seed, []) if one[0] > clock]
-        self._favours[seed] = [*favoured, (until, pages)]
+        self,
+        allow: Callable[[bytes, int, float, float], bool],
+        seed: bytes,
+        pages: int,
+        clock: float,
+        until: float,
+    ) -> bool:
+        allowed = allow(seed, pages, clock, until)
+        self._favours = [one for one in self._favours if one[0] > clock] + [(until, pages)] * allowed
         most = HINTED_SHARE * max(free.capacity for free in self._state.free[:2])
-        if (total := sum(count for _, count in self._favours[seed])) > most:
-            self._violated(f"hint: {total} pages of one namespace are favoured, {most:g} at most may be")
+        if (total := sum(count for _, count in self._favours)) > most:
+            self._violated(f"hint: {total} pages are favoured, {most:g} at most may be")
+        return allowed
 
     def _backup(
         self, backup: Callable[..., list[Copy]], node: Node, *, period: int | None = None
