@@ -336,12 +336,14 @@ class EnginePublisher:
         buffer: by number, what it can replay.
         topics: whether replies have one, which they do since vLLM #45177.
         mute: it leaves every request without an end.
+        snapshot: the batch of its snapshots, if it has any.
     """
 
     def __init__(self, context: zmq.asyncio.Context) -> None:
         self.buffer: dict[int, bytes] = {}
         self.topics = True
         self.mute = False
+        self.snapshot = b""
         self._pub = context.socket(zmq.XPUB)  # as PUB, but it tells when somebody has subscribed
         self._replay = context.socket(zmq.ROUTER)
         self._pub.bind("tcp://127.0.0.1:*")
@@ -360,6 +362,11 @@ class EnginePublisher:
     async def answer(self) -> None:
         while True:
             client, empty, request = await self._replay.recv_multipart()
+            if request == SNAPSHOT_REQUEST and self.snapshot:
+                following = max(self.buffer, default=-1).to_bytes(8, "big", signed=True)
+                await self._replay.send_multipart([client, empty, b"", following, self.snapshot])
+                await self._replay.send_multipart([client, empty, b"", END_OF_REPLY, b""])
+                continue
             first, topic = int.from_bytes(request, "big"), [b""] if self.topics else []
             for sequence, payload in self.buffer.items():
                 if sequence >= first:
@@ -369,10 +376,10 @@ class EnginePublisher:
                 await self._replay.send_multipart([client, empty, *topic, END_OF_REPLY, b""])
 
 
-def batch(number: int) -> bytes:
+def batch(number: int, ts: float = 1.0) -> bytes:
     """One block that has the batch's number."""
     stored = {"type": "BlockStored", "block_hashes": [number], "token_ids": [1], "block_size": 1}
-    return msgspec.msgpack.encode([1.0, [stored]])
+    return msgspec.msgpack.encode([ts, [stored]])
 
 
 @asynccontextmanager
@@ -476,6 +483,95 @@ async def test_a_publisher_that_leaves_a_request_without_an_end_is_not_waited_fo
         publisher.buffer |= {1: batch(1)}
         await publisher.send(2)
         assert await received(router, 2) == [(Origin.LOST, 2), (Origin.LIVE, 2)]
+
+
+@pytest.mark.parametrize("replay", [True, False])
+async def test_a_router_that_is_there_first_does_not_trust_what_it_did_not_hear(tmp_path: Path, replay: bool):
+    """The first messages were sent before its socket had connected."""
+    options = KvEventsConfig(endpoint=f"ipc://{tmp_path}/events", replay_endpoint=f"ipc://{tmp_path}/replay")
+    where = options.replay_endpoint if replay else None
+    async with KvEventSubscriber.open(options.endpoint, replay_endpoint=where, patience=0.01) as subscriber:
+        subscriber._patience = 60
+        router = Router(subscriber)
+        async with HybridCache.open(SPEC, config()) as cache:
+            await Engine(cache).serve(PROMPT)
+            async with KvEventPublisher.open(cache, options) as publisher:
+                publisher.sequence += 1  # it was sent, and nobody was there
+                await until_live(router, cache)
+                assert router.origins[0] is (Origin.SNAPSHOT if replay else Origin.LOST)
+                assert subscriber.gaps == 1
+                if replay:
+                    await cache.drain()
+                    await publisher.flush()
+                    await router.catch_up()
+                    assert router.known() == await truth(cache) != {}
+                    assert subscriber.snapshots == 1
+
+
+@pytest.mark.parametrize("kept", [0, 4, 9], ids=["all", "some", "none"])
+async def test_an_engine_that_began_before_replays_what_it_has_or_it_is_lost(kept: int):
+    async with engine() as (publisher, router):
+        await router.catch_up()
+        publisher.buffer = {number: batch(number) for number in range(kept, 5)}
+        await publisher.send(5)
+        if kept == 0:
+            found = await received(router, 6)
+            assert found in (
+                [(Origin.REPLAY, number) for number in range(6)],
+                [*((Origin.REPLAY, number) for number in range(5)), (Origin.LIVE, 5)],
+            )
+        else:
+            assert (await received(router, 1)) == [(Origin.LOST, min(kept, 5))]
+            await received(router, 2 if kept == 4 else 1)
+        assert blocks(router) == {*range(kept, 5), 5}
+        assert router.subscriber.gaps == 1
+
+
+async def test_an_engine_that_was_started_anew_is_noticed_by_what_it_replays():
+    """It has sent more than the one before, so its numbers do not go back."""
+    async with engine(0, 1) as (publisher, router):
+        await received(router, 2)
+        publisher.buffer = {number: batch(number + 100, ts=2.0) for number in range(4)}
+        await publisher.send(4, batch(104, ts=2.0))
+        assert await received(router, 2) == [(Origin.LOST, 4), (Origin.LIVE, 4)]
+        assert blocks(router) == {104}
+
+
+async def test_what_is_sent_twice_counts_once():
+    async with engine(0) as (publisher, router):
+        await received(router, 1)
+        await publisher.send(1)
+        await publisher.send(1)
+        await publisher.send(2)
+        assert await received(router, 2) == [(Origin.LIVE, 1), (Origin.LIVE, 2)]
+        assert router.subscriber.gaps == 0
+
+
+def of(epoch: int, number: int) -> bytes:
+    """A batch of one of several publishers of ours; its block begins with the publisher's number."""
+    stored = {
+        "type": "BlockStored",
+        "block_hashes": [100 * epoch + number],
+        "token_ids": [1],
+        "block_size": 1,
+    }
+    return msgspec.msgpack.encode({"ts": 1.0, "events": [stored], "epoch": str(epoch)})
+
+
+@pytest.mark.parametrize("replay", [True, False])
+async def test_of_two_publishers_at_one_endpoint_one_is_followed(replay: bool, caplog: Any):
+    async with engine(replay=replay) as (publisher, router):
+        publisher.snapshot = of(1, 0) if replay else b""
+        for number in range(20):
+            await publisher.send(number, of(1, number))
+            await publisher.send(number, of(2, number))
+        await publisher.send(20, of(1 if replay else 2, 20))
+        while not blocks(router) & {120, 220}:
+            await received(router, 1)
+        assert len({block // 100 for block in blocks(router)}) == 1
+        assert router.subscriber.rejected >= 19
+        assert router.subscriber.gaps < 10
+    assert len([one for one in caplog.messages if "one endpoint has one publisher" in one]) == 1
 
 
 async def test_iteration_ends_with_the_subscriber():

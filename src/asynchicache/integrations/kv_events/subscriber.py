@@ -27,6 +27,9 @@ _Socket = zmq.asyncio.Socket
 
 _log = logging.getLogger(__name__)
 
+_EPOCHS = 16
+"""Earlier publishers whose late messages are recognised."""
+
 _MAX_REPLY_BYTES = 1 << 30
 """Most bytes of a replay or snapshot; a snapshot of a million pages of 16 tokens takes a tenth of it."""
 
@@ -62,13 +65,14 @@ class KvEventSubscriber:
     """Updates of one publisher, as an async iterator that ends on close; created by `open`.
 
     Applied in order, the updates give the publisher's blocks. Missing batches are requested as a replay. If
-    the publisher no longer has them, or was restarted, a snapshot is requested. Engines have no snapshots:
-    then an update of origin `LOST` clears everything, and later updates start from empty.
+    the publisher no longer has them, was restarted, or had begun before its first message got here, a
+    snapshot is requested. Engines have no snapshots: then an update of origin `LOST` clears everything, and
+    later updates start from empty.
 
     Attributes:
         gaps: how often batches were missing, or the publisher was restarted.
         replayed, snapshots: number of replayed batches, and of snapshots.
-        rejected: number of messages that were not batches.
+        rejected: number of messages that were not batches, or not of the publisher that is followed.
     """
 
     def __init__(
@@ -80,9 +84,12 @@ class KvEventSubscriber:
         self._replay_endpoint = replay_endpoint
         self._patience = patience
         self._ready: deque[Update] = deque()
-        self._expected: int | None = None
+        self._expected: int | None = 0  # who has sent another number first was not heard from the beginning
         self._last_live = -1
+        self._last: tuple[int, float] | None = None  # number and time of the last batch
         self._epoch: str | None = None
+        self._strange = 0  # messages of others than the publisher that is followed
+        self._ended: deque[str] = deque(maxlen=_EPOCHS)  # of publishers that another one has replaced
 
     @classmethod
     @asynccontextmanager
@@ -143,7 +150,7 @@ class KvEventSubscriber:
 
         A gap shows only with the next message; if messages are rare, call this periodically.
         """
-        if self._expected is None:
+        if not self._expected:
             await self._join()
         else:  # include the last known batch: a publisher that does not have it was restarted
             await self._mend(max(self._expected - 1, 0), self._expected)
@@ -162,15 +169,40 @@ class KvEventSubscriber:
             _log.warning("a message of KV events was rejected: %s", error)
             await self._restart(-1)
             return
+        if batch.epoch in self._ended or self._is_strange(batch):
+            self._reject(batch.epoch)
+            return
+        if batch.epoch is None and (sequence, batch.ts) == self._last:
+            return  # sent twice
         foreign = self._is_foreign(batch, sequence)
         self._last_live = sequence
         if foreign:
             _log.warning("the publisher of KV events was started anew")
             await self._restart(sequence)
         elif self._expected is not None and sequence > self._expected:
-            self.gaps += 1
-            await self._mend(self._expected, sequence)
+            await self._fill_gap(sequence)
+        if self._epoch is not None and batch.epoch != self._epoch:
+            self._reject(batch.epoch)
+            return
+        if self._expected is not None and sequence > self._expected:
+            self._lose(sequence)  # the repair did not get this far
         self._accept(Origin.LIVE, sequence, batch)
+
+    def _reject(self, epoch: str | None) -> None:
+        """Count a message of another publisher: its blocks and those of the one followed do not mix."""
+        self.rejected += 1
+        self._strange += 1
+        if self._strange == 1:
+            words = "a message of KV events is of publisher %s, not of %s: one endpoint has one publisher"
+            _log.warning(words, epoch, self._epoch)
+
+    def _is_strange(self, batch: EventBatch) -> bool:
+        """Return whether a batch is of a publisher that did not answer when it was asked for its blocks.
+
+        After 2, 4, 8 messages and so on it is asked again: it may have taken the place of the one that did.
+        """
+        asked_again = self._strange & (self._strange - 1) == 0
+        return self._strange > 0 and not asked_again and batch.epoch != self._epoch
 
     def _is_foreign(self, batch: EventBatch, sequence: int | None = None) -> bool:
         """Return whether a batch comes from another publisher than earlier ones.
@@ -181,13 +213,30 @@ class KvEventSubscriber:
             return True
         return self._epoch is not None and batch.epoch != self._epoch
 
-    async def _restart(self, sequence: int) -> None:
-        """Discard what is known: the publisher was restarted."""
+    async def _fill_gap(self, sequence: int) -> None:
+        """Get what is missing before a live message."""
+        if self._expected:
+            self.gaps += 1
+            await self._mend(self._expected, sequence)
+        else:
+            await self._restart(sequence, known=False)
+
+    async def _restart(self, sequence: int, *, known: bool = True) -> None:
+        """Begin anew, because the publisher was restarted, or its beginning was missed.
+
+        `known`: there is something to discard.
+        """
         self.gaps += 1
-        self._expected = self._epoch = None
+        before = self._epoch
+        self._expected = self._epoch = self._last = None
         if not await self._take_snapshot():
-            self._lose(sequence)
-            await self._take_rest()
+            if known:
+                self._lose(sequence)
+            if not await self._take_rest() and not known:
+                self._lose(sequence)
+        if before is not None and self._epoch != before:
+            self._ended.append(before)
+            self._strange = 0
 
     async def _mend(self, first: int, end: int) -> None:
         """Get the batches from `first` to at least `end`, or a snapshot; else report the loss."""
@@ -198,7 +247,7 @@ class KvEventSubscriber:
         """Queue a batch unless it is known already."""
         if self._expected is not None and sequence < self._expected:
             return
-        self._expected = sequence + 1
+        self._expected, self._last = sequence + 1, (sequence, batch.ts)
         self._epoch = batch.epoch
         self.replayed += origin is Origin.REPLAY
         self._ready.append(Update(origin, sequence, batch))
@@ -211,9 +260,16 @@ class KvEventSubscriber:
 
     async def _take_replay(self, first: int, end: int) -> bool:
         """Replay batches from `first` on; return whether all up to `end` were received."""
-        batches = await self._ask(_frame(first))
+        batches = await self._ask(
+            _frame(max(first - 1, 0))
+        )  # one is known: who sent another is another engine
         if batches is None or any(self._is_foreign(batch) for _, batch in batches):
             return False
+        if self._last is not None:
+            known, sent = self._last
+            if any(sequence == known and batch.ts != sent for sequence, batch in batches):
+                return False
+        batches = [(sequence, batch) for sequence, batch in batches if sequence >= first]
         numbers = [sequence for sequence, _ in batches]
         if numbers != list(range(first, first + len(numbers))) or first + len(numbers) < end:
             return False
@@ -221,16 +277,18 @@ class KvEventSubscriber:
             self._accept(Origin.REPLAY, sequence, batch)
         return True
 
-    async def _take_rest(self) -> None:
-        """Start with what can be replayed; if that is not everything, clear the index first."""
+    async def _take_rest(self) -> bool:
+        """Start with what can be replayed; if that is not everything, clear the index first. False if that is
+        nothing."""
         batches = await self._ask(_frame(0))
         if batches is None:
-            return
+            return False
         self._expected = batches[0][0] if batches else 0
         if self._expected:
             self._ready.append(Update(Origin.LOST, batches[0][0], _NOTHING))
         for sequence, batch in batches:
             self._accept(Origin.REPLAY, sequence, batch)
+        return bool(batches)
 
     async def _take_snapshot(self) -> bool:
         """Request a snapshot; False if the publisher has none, as engines do not."""
@@ -241,7 +299,7 @@ class KvEventSubscriber:
         self._ready.clear()  # the snapshot covers updates that were not taken yet
         self._ready += [Update(Origin.SNAPSHOT, sequence, batch) for sequence, batch in batches]
         self._expected, last = batches[-1]
-        self._epoch = last.epoch
+        self._epoch, self._last = last.epoch, None
         return True
 
     async def _ask(self, request: bytes) -> list[tuple[int, EventBatch]] | None:
