@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import MaxTimeCriteria
 
 from asynchicache.cache import CacheStatistics, Hit, HybridCache
 from asynchicache.config import CacheConfig
-from asynchicache.errors import CapacityError, UsageError
+from asynchicache.errors import CapacityError
 from asynchicache.integrations.bridge import LoopBridge
+from asynchicache.integrations.transformers.allowed import check_generates, checked_ids
 from asynchicache.integrations.transformers.calls import Restore, SequenceMemory, Trim
 from asynchicache.integrations.transformers.forward import feeds_one_by_one
 from asynchicache.integrations.transformers.prefill_runner import (
@@ -22,18 +25,10 @@ from asynchicache.integrations.transformers.prefill_runner import (
     open_prefill_runner,
 )
 from asynchicache.integrations.transformers.prefix import PrefixContext
-from asynchicache.integrations.transformers.snapshot import save_states
+from asynchicache.integrations.transformers.snapshot import release_windows, save_states
+from asynchicache.integrations.transformers.weights import base_model
 from asynchicache.storage.protocol import StorageBackend
-from asynchicache.types import MissReason, token_array
-
-_REFUSED: Mapping[str, str] = {
-    "past_key_values": "the cache gives it",
-    "inputs_embeds": "prefixes are known by their token ids",
-    "assistant_model": "it takes back tokens that the cache has seen",
-    "prompt_lookup_num_tokens": "it takes back tokens that the cache has seen",
-    "cache_implementation": "the cache reads DynamicCache only",
-}
-_ONE = ("num_beams", "num_return_sequences")
+from asynchicache.types import MissReason
 
 
 class CachedGenerate:
@@ -63,25 +58,33 @@ class CachedGenerate:
     ) -> Any:
         """Call the model's `generate`, with the same options and the same result.
 
+        Weights and adapters may change between calls: prefixes of others are not used.
+
         Args:
-            inputs: token ids `[1, length]`; or pass them as `input_ids`, as tokenizers name them.
+            inputs: token ids `[1, length]`; or pass them as `input_ids`, as tokenizers name them. Each
+                counts, as with an `attention_mask` of ones.
             namespace, salt: prefixes are shared only if both are equal; see `HybridCache.request`.
-            options: options of `generate`, except those that bring their own cache, and beams.
+            options: options of `generate` that are known to give the same with a cache.
 
         Raises:
-            UsageError: several prompts, padding, or an unsupported option.
+            UsageError: several prompts, padding, or an option or input that is not known to give the same;
+                names it.
             InvalidTokensError: no tokens.
             ClosedError: the cache is closed.
         """
-        ids = _checked_ids(inputs, options)
+        began = time.time()
+        ids = checked_ids(self._model, inputs, options)
         tokens = ids[0].tolist()
         calls = self._runner.context.calls
         with self._one_at_a_time, calls.sequence() as sequence:
             self.hit = self._bridge.call(self._begin(sequence, tokens, namespace, salt)).hit
+            weights = self._runner.context.weights.changes
             memory = calls.rank.sequences[sequence]
             known = int(memory.cache.get_seq_length())
             tap = _PageTap(memory, self._runner.context, sequence)
-            criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or ()), tap])
+            criteria = StoppingCriteriaList(
+                [*(options.pop("stopping_criteria", None) or ()), *self._deadline(options, began), tap]
+            )
             output = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -90,8 +93,18 @@ class CachedGenerate:
                 **options,
             )
             told = (output if isinstance(output, torch.Tensor) else output.sequences)[0].tolist()
-            self._bridge.call(self._end(sequence, told, known, namespace, salt))
+            self._runner.context.weights.look()
+            if self._runner.context.weights.changes == weights:
+                self._bridge.call(self._end(sequence, told, known, namespace, salt))
+            release_windows(memory.cache)
         return output
+
+    def _deadline(self, options: dict[str, Any], began: float) -> Iterator[StoppingCriteria]:
+        """`max_time` counts from the call: a part of the prompt may be computed before `generate`."""
+        given = options.get("generation_config") or self._model.generation_config
+        limit = options.get("max_time", given.max_time)
+        if limit is not None:
+            yield _Deadline(limit, initial_timestamp=began)
 
     def statistics(self) -> CacheStatistics:
         """Return the statistics of the cache."""
@@ -105,7 +118,8 @@ class CachedGenerate:
     ) -> Prefilled:
         """Restore the cached prefix, and prefill up to where `generate` takes over."""
         try:
-            async with self._cache.request(tokens, namespace=namespace, salt=salt) as request:
+            context = self._runner.context
+            async with context.request(self._cache, tokens, namespace=namespace, salt=salt) as request:
                 await request.prefetch()
                 begun = await self._runner.begin(request, sequence, tokens, nullcontext())
                 end = self._end_of_prefill(len(tokens))
@@ -129,8 +143,13 @@ class CachedGenerate:
         length = int(memory.cache.get_seq_length())
         kept = None if memory.kept is None else memory.kept.tokens
         with suppress(CapacityError):  # longer than all device pages
-            async with self._cache.request(tokens, namespace=namespace, salt=salt) as request:
+            context = self._runner.context
+            async with context.request(self._cache, tokens, namespace=namespace, salt=salt) as request:
                 await self._runner.publish(request, sequence, length, kept, known=known)
+
+
+class _Deadline(MaxTimeCriteria):  # type: ignore[misc]
+    """A class of its own, as `generate` takes a criterion of the same class for its own one."""
 
 
 class _PageTap(StoppingCriteria):  # type: ignore[misc]
@@ -150,34 +169,6 @@ class _PageTap(StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def _checked_ids(inputs: torch.Tensor | None, options: dict[str, Any]) -> torch.Tensor:
-    """Check the options, and return the prompt's ids `[1, length]`; removes ids and mask from `options`.
-
-    Raises:
-        UsageError, InvalidTokensError: invalid ids, or an unsupported option.
-    """
-    ids = options.pop("input_ids", inputs)
-    mask = options.pop("attention_mask", None)
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or len(ids) != 1:
-        shape = list(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
-        raise UsageError(
-            f"token ids are {shape}; generate takes a tensor [1, length]: call it for each prompt, or serve "
-            "many at once with PrefixCachedModel"
-        )
-    token_array(ids[0])
-    if mask is not None and not bool(mask.all()):
-        raise UsageError("attention_mask hides tokens; prefixes have no padding: leave it out")
-    for name, why in _REFUSED.items():
-        if options.get(name) is not None:
-            raise UsageError(f"generate({name}=...) is not served: {why}")
-    for name in _ONE:
-        if options.get(name) not in (None, 1):
-            raise UsageError(f"{name} {options[name]} must be 1: one sequence is served at a time")
-    if options.get("use_cache") is False:
-        raise UsageError("use_cache False leaves nothing to cache: leave it out")
-    return ids
-
-
 @contextmanager
 def prefix_cached(
     model: PreTrainedModel,
@@ -194,18 +185,20 @@ def prefix_cached(
     Raises:
         UnsupportedModelError, ConfigError, CapacityError, StorageError: as in `PrefixCachedModel.open`.
     """
+    base = base_model(model)
+    check_generates(base)
     bridge, stack = LoopBridge(name="prefix-cached"), AsyncExitStack()
 
     async def open_cache() -> tuple[HybridCache, PrefillRunner]:
         cache, runner = await open_prefill_runner(
-            stack, model, config, page_size=page_size, storage=storage, prefill_chunk=prefill_chunk
+            stack, base, config, page_size=page_size, storage=storage, prefill_chunk=prefill_chunk
         )
         return cache, runner
 
     try:
         cache, runner = bridge.call(open_cache())
         try:
-            yield CachedGenerate(model, bridge, cache, runner)
+            yield CachedGenerate(base, bridge, cache, runner)
         finally:
             bridge.call(stack.aclose())
     finally:

@@ -30,6 +30,7 @@ from asynchicache.integrations.transformers.prefill_runner import (
 from asynchicache.integrations.transformers.sampling import GREEDY, Sampling
 from asynchicache.integrations.transformers.sharing import PromptSharing
 from asynchicache.integrations.transformers.stopping import StopRule, end_tokens
+from asynchicache.integrations.transformers.weights import base_model
 from asynchicache.openings import Opening, caller
 from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.ranks.joining import RankGroup
@@ -117,10 +118,11 @@ class PrefixCachedModel:
         limits = AdmissionLimits(max_running, max_waiting, decode_batch)
 
         async def begin() -> Self:
+            inner = base_model(model)
             async with AsyncExitStack() as opening:
                 cache, runner = await open_prefill_runner(
                     opening,
-                    model,
+                    inner,
                     config,
                     page_size=page_size,
                     storage=storage,
@@ -128,8 +130,8 @@ class PrefixCachedModel:
                     spec=spec,
                     group=group,
                 )
-                decoder = Decoder(model, runner.context, batch_size=decode_batch)
-                return cls(model, cache, runner, decoder, tokenizer, limits, opening.pop_all())
+                decoder = Decoder(inner, runner.context, batch_size=decode_batch)
+                return cls(inner, cache, runner, decoder, tokenizer, limits, opening.pop_all())
 
         return Opening(f"{cls.__name__}.open(...)", begin, caller())
 
@@ -245,13 +247,16 @@ class PrefixCachedModel:
                     self._sharing.leave(job)
                     row = await self._prefill(job, request, sequence, prompt, begun)
             await self._decoder.run(row)
+            if not self._runner.context.is_current(request):
+                return
             ending = self._request(job)
             ending.recorded = False  # a trace has the prompt
             async with ending as output:
                 await self._runner.publish(output, sequence, row.length, row.kept, known=len(job.prompt))
 
     def _request(self, job: GenerationJob) -> Request:
-        return self.cache.request(
+        return self._runner.context.request(
+            self.cache,
             job.tokens,
             namespace=job.namespace,
             salt=job.salt,

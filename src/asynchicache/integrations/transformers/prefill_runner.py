@@ -20,6 +20,7 @@ from asynchicache.integrations.transformers.forward import feeds_one_by_one
 from asynchicache.integrations.transformers.prefix import CachedPrefix, PrefixContext
 from asynchicache.integrations.transformers.snapshot import new_cache
 from asynchicache.integrations.transformers.thread import ModelThread
+from asynchicache.integrations.transformers.weights import ModelWeights
 from asynchicache.ranks.joining import RankGroup
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
@@ -99,7 +100,7 @@ class PrefillRunner:
         full, *windows = [_device_pages(cache, pool.name) for pool in cache.spec.owners if pool.per_token]
         # A window pool need not hold a whole prompt: one chunk must fit beside one window.
         piece = min([prefill_chunk, *((pages - bridge.copies.window_pages) * size for pages in windows)])
-        self.context = PrefixContext(calls, bridge, size, piece)
+        self.context = PrefixContext(calls, bridge, size, piece, ModelWeights(model))
         self.capacity_tokens = full * size
         self._one_by_one = feeds_one_by_one(model)
 

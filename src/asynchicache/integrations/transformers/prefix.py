@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from asynchicache.cache import Hit, Request
+from asynchicache.cache import Hit, HybridCache, Request
 from asynchicache.errors import CacheError, CapacityError, UsageError
 from asynchicache.integrations.transformers.bridge import CacheBridge
 from asynchicache.integrations.transformers.calls import ModelCalls, Restore, Save
+from asynchicache.integrations.transformers.weights import ModelWeights
 from asynchicache.types import MissReason
 
 _log = logging.getLogger(__name__)
@@ -30,15 +34,39 @@ class PrefixContext:
         piece: most tokens to reserve pages for at once, so that a window pool need not hold a whole prompt.
         has_states: whether the model keeps states.
         window_pages: pages of sliding windows that a prefix needs at its end; 0 without windows.
+        weights: what the model computes with.
     """
 
-    def __init__(self, calls: ModelCalls, bridge: CacheBridge, page_size: int, piece: int) -> None:
+    def __init__(
+        self, calls: ModelCalls, bridge: CacheBridge, page_size: int, piece: int, weights: ModelWeights
+    ) -> None:
+        self.weights = weights
+        self._made: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self.calls = calls
         self.bridge = bridge
         self.page_size = page_size
         self.piece = piece
         self.has_states = bridge.copies.has_states
         self.window_pages = bridge.copies.window_pages
+
+    def request(
+        self, cache: HybridCache, tokens: Iterable[int], *, salt: str | None, **options: Any
+    ) -> Request:
+        """Make a request for a prompt that is computed with the current weights and adapters.
+
+        Raises:
+            UsageError: an adapter is active whose keys depend on more than tokens and weights.
+            InvalidTokensError, ClosedError: as of `HybridCache.request`.
+        """
+        self.weights.look()
+        request = cache.request(tokens, salt=self.weights.salted(salt), **options)
+        self._made[request] = self.weights.changes
+        return request
+
+    def is_current(self, request: Request) -> bool:
+        """Whether weights and adapters are those that the request was made for."""
+        self.weights.look()
+        return self._made.get(request) == self.weights.changes
 
     def pieces(self, start: int, stop: int, most: int | None = None) -> list[int]:
         """Return the ends of pieces of at most `most` tokens from `start` to `stop`."""
@@ -81,6 +109,9 @@ class CachedPrefix:
 
     async def load(self, *, counted: bool = True) -> None:
         """Load the match to device pages."""
+        if not self._context.is_current(self._request):
+            self.hit = Hit(0, reason=MissReason.WEIGHTS)
+            return self._outdated()
         try:
             async with asyncio.timeout(_WAIT_SECONDS):
                 await self._request.admit()
@@ -99,8 +130,10 @@ class CachedPrefix:
 
         The model's memory holds `stop` tokens, and in window layers all rows since the last call.
         """
+        if self._over:
+            return
         start = self._request.reserved
-        if not self._over and stop > start and await self._reserve(stop):
+        if stop > start and await self._reserve(stop):
             await self._copy(start, stop, kept=False)
 
     async def save_late(self, stop: int, *, kept: bool) -> None:
@@ -110,6 +143,8 @@ class CachedPrefix:
             stop: end of a forward; the model's memory holds `stop` tokens, or more if states are `kept`.
             kept: use the states that were kept at `stop`.
         """
+        if self._over:
+            return
         start = self._request.reserved
         for end in self._context.pieces(start, stop):
             if self._over or not await self._reserve(end):
@@ -137,7 +172,9 @@ class CachedPrefix:
     async def publish(self, stop: int, *, final: bool) -> None:
         """Publish tokens saved up to `stop`; `final`: the request publishes nothing more."""
         if self._over or stop > self._request.reserved:
-            return
+            return None
+        if not self._context.is_current(self._request):
+            return self._outdated()
         try:
             await self._request.checkpoint(stop, final=final)  # the state may be overwritten after that
             self._over = final
@@ -148,11 +185,19 @@ class CachedPrefix:
         """Publish tokens saved up to `stop`, and give the request's pages back; False if it must go on."""
         if self._over or stop > self._request.reserved:
             return False
+        if not self._context.is_current(self._request):
+            self._outdated()
+            return False
         try:
             self._request.suspend(stop)
         except CacheError as error:
             self._give_up(error)
         return not self._over
+
+    def _outdated(self) -> None:
+        """The model has other weights or adapters now: what it computed is of no use for others."""
+        self._over = True
+        _log.info("nothing more of a request is published: the model's weights or adapters changed")
 
     def _give_up(self, error: CacheError | TimeoutError) -> None:
         self._over = True

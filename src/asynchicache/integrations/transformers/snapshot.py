@@ -77,6 +77,15 @@ def trim_windows(cache: DynamicCache, page_size: int, *, pages: int = 0) -> None
             layer.keys, layer.values = (held[:, :, -keep:].clone() for held in (layer.keys, layer.values))
 
 
+def release_windows(cache: DynamicCache) -> None:
+    """Make window layers what they are without `new_cache`: no pages are copied from them any more."""
+    for layer in _paged_windows(cache):
+        layer.record_past = False
+        if layer.is_initialized:
+            keep = layer.sliding_window - 1
+            layer.keys, layer.values = layer.keys[:, :, -keep:], layer.values[:, :, -keep:]
+
+
 def _paged_windows(cache: DynamicCache) -> list[DynamicSlidingWindowLayer]:
     if has_tails(cache):
         return []
