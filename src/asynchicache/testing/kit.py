@@ -20,6 +20,7 @@ from asynchicache.testing.checks import assert_clean
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
+from asynchicache.testing.watch import Watch
 
 T = TypeVar("T")
 
@@ -38,6 +39,7 @@ class OpenSmallCache(Protocol):
         storage: StorageBackend | None = None,
         port: Port | None = None,
         device: Device | None = None,
+        watch: bool | None = None,
         **options: Any,
     ) -> AbstractAsyncContextManager[HybridCache]: ...
 
@@ -57,6 +59,7 @@ async def open_small_cache(
     storage: StorageBackend | None = None,
     port: Port | None = None,
     device: Device | None = None,
+    watch: bool | None = None,
     **options: Any,
 ) -> AsyncIterator[HybridCache]:
     """Open a cache with few slots that copies immediately and waits for storage without a deadline.
@@ -66,10 +69,13 @@ async def open_small_cache(
     Args:
         spec: the model's pools. Default: attention and states, with pages of four tokens.
         storage, port, device: as for `HybridCache.open`.
+        watch: see `testing.watch`: a request may not go on without its tickets, and slots that are published
+            must have been written (without a `device` or `port` of your own). Default: True, but a test that
+            writes nothing at all is one of bookkeeping. False: neither is looked at.
         options: `CacheConfig` options that override the small defaults.
 
     Raises:
-        AssertionError: the cache was not clean; see `assert_clean`.
+        AssertionError: the cache was not clean, see `assert_clean`; or slots were published unwritten.
     """
     spec = spec or synthetic_spec(PAGE_SIZE)
     small: dict[str, Any] = {
@@ -80,9 +86,13 @@ async def open_small_cache(
     }
     config = CacheConfig(**(small | options))
     async with HybridCache.open(spec, config, storage=storage, port=port, device=device) as cache:
+        plain = device is None and port is None and config.inline and config.device == "cpu"
+        watched = None if watch is False else Watch(cache, writes=plain)
         yield cache
         await cache.drain()
         assert_clean(cache)
+        if watched is not None and (watch or watched.anything_written):
+            assert not watched.findings, "\n".join(["the engine published:", *watched.findings])
 
 
 def run_seeds(
