@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import StoppingCriteria
+from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria
 
-from asynchicache import CacheConfig, MissReason, UsageError
+from asynchicache import CacheConfig, CapacityError, MissReason, PrefixCachedModel, UsageError
 from asynchicache.errors import ClosedError, InvalidTokensError
+from asynchicache.integrations.transformers.demo_model import randomize_weights
 from asynchicache.integrations.transformers.generate import CachedGenerate, prefix_cached
 from integrations.zoo import ALL, PAGE, random_tokens, tiny_model, tiny_spec
+from integrations.zoo_configs import MODELS
 
 PROMPT, ANSWER, QUESTION = 54, 20, 11
 DEFAULT = ("lfm3", "llama")
@@ -106,6 +109,56 @@ def test_a_model_that_raises_leaves_the_cache_usable() -> None:
 def test_what_is_not_served(ids: object, options: dict[str, object], message: str) -> None:
     with cached_model("llama") as cached, pytest.raises(UsageError, match=message):
         cached.generate(ids, **options)
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [9.0] * 8,
+        "original_max_position_embeddings": 4 * PAGE,
+    },
+}
+
+
+def rotating(kind: str) -> LlamaForCausalLM:
+    """A model whose keys depend on the length of the sequence beyond 64 tokens."""
+    longest = 4 * PAGE if kind == "dynamic" else 64 * PAGE
+    config = LlamaConfig(
+        **{**MODELS["llama"][1], "max_position_embeddings": longest}, rope_parameters=ROPES[kind]
+    )
+    model = LlamaForCausalLM(config)
+    randomize_weights(model, seed=1)
+    return model.eval()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ROPES)
+async def test_requests_whose_keys_would_depend_on_their_length(kind: str) -> None:
+    config = CacheConfig(device_slots={"kv": 64})
+    async with PrefixCachedModel.open(rotating(kind), config=config, page_size=PAGE) as served:
+        with pytest.raises(CapacityError, match=r"60 \+ 5 tokens: beyond 64, the rotary embedding"):
+            served.generate(random_tokens(60), max_new_tokens=5)
+        answer = served.generate(random_tokens(60), max_new_tokens=4, stop_token_ids=())
+        assert len([token async for token in answer]) == 4
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_keys_that_depend_on_the_length_of_the_sequence(kind: str) -> None:
+    """Pages of a short prompt are not those of a long one, and the other way round."""
+    model = rotating(kind)
+    twin = copy.deepcopy(model)  # its frequencies also depend on what it was asked before
+    tokens = random_tokens(8 * PAGE, seed=4)
+    hits = []
+    with prefix_cached(model, config=CacheConfig(device_slots={"kv": 64}), page_size=PAGE) as cached:
+        for length in (3 * PAGE, 7 * PAGE, 3 * PAGE + 5, 7 * PAGE + 5, 4 * PAGE - 6):  # the last crosses it
+            ids = torch.tensor([tokens[:length]])
+            options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+            assert torch.equal(cached.generate(ids, **options), twin.generate(ids, **options))
+            hits.append(cached.hit.tokens)
+    assert hits == [0, 0, 3 * PAGE, 0, 3 * PAGE]
 
 
 def test_misuse() -> None:

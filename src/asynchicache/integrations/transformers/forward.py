@@ -55,6 +55,23 @@ def feeds_one_by_one(model: PreTrainedModel) -> bool:
     return model.config.get_text_config(decoder=True).model_type in _FED_ONE_BY_ONE
 
 
+def steady_tokens(model: PreTrainedModel) -> int | None:
+    """Return up to which length keys follow from the tokens before them alone; None for any length.
+
+    Beyond it, some rotary embeddings depend on the length of the longest sequence of a forward.
+    """
+    config = model.config.get_text_config(decoder=True)
+    given = getattr(config, "rope_parameters", None) or {}
+    found = given.values() if given and all(isinstance(one, dict) for one in given.values()) else [given]
+    limits = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+    steady = [
+        one.get(limit) or getattr(config, limit)
+        for one in found
+        if (limit := limits.get(one.get("rope_type", "")))
+    ]
+    return min(steady, default=None)
+
+
 def pads(model: PreTrainedModel) -> bool:
     """Return whether sequences of different lengths can be one batch, padded on the left."""
     return model.config.get_text_config(decoder=True).model_type not in _UNPADDED

@@ -18,7 +18,7 @@ from asynchicache.errors import CapacityError
 from asynchicache.integrations.bridge import LoopBridge
 from asynchicache.integrations.transformers.allowed import check_generates, checked_ids
 from asynchicache.integrations.transformers.calls import Restore, SequenceMemory, Trim
-from asynchicache.integrations.transformers.forward import feeds_one_by_one
+from asynchicache.integrations.transformers.forward import feeds_one_by_one, steady_tokens
 from asynchicache.integrations.transformers.prefill_runner import (
     Prefilled,
     PrefillRunner,
@@ -94,7 +94,8 @@ class CachedGenerate:
             )
             told = (output if isinstance(output, torch.Tensor) else output.sequences)[0].tolist()
             self._runner.context.weights.look()
-            if self._runner.context.weights.changes == weights:
+            steady = steady_tokens(self._model)
+            if self._runner.context.weights.changes == weights and (steady is None or len(ids[0]) <= steady):
                 self._bridge.call(self._end(sequence, told, known, namespace, salt))
             release_windows(memory.cache)
         return output
@@ -117,6 +118,10 @@ class CachedGenerate:
         self, sequence: int, tokens: list[int], namespace: str | None, salt: str | None
     ) -> Prefilled:
         """Restore the cached prefix, and prefill up to where `generate` takes over."""
+        steady = steady_tokens(self._model)
+        if steady is not None and len(tokens) > steady:
+            await self._runner.context.calls.run(Restore(sequence))
+            return Prefilled(Hit(0, reason=MissReason.COLD), None)
         try:
             context = self._runner.context
             async with context.request(self._cache, tokens, namespace=namespace, salt=salt) as request:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from asynchicache.cache import HybridCache, Request
 from asynchicache.config import CacheConfig
-from asynchicache.errors import ClosedError, InvalidTokensError
+from asynchicache.errors import CapacityError, ClosedError, InvalidTokensError
 from asynchicache.integrations.transformers.admission import (
     MAX_RUNNING,
     MAX_WAITING,
@@ -21,6 +21,7 @@ from asynchicache.integrations.transformers.admission import (
     QueuedRequest,
 )
 from asynchicache.integrations.transformers.decoding import Decoder, Row
+from asynchicache.integrations.transformers.forward import steady_tokens
 from asynchicache.integrations.transformers.generation import Generation, GenerationJob
 from asynchicache.integrations.transformers.prefill_runner import (
     Beginning,
@@ -72,6 +73,7 @@ class PrefixCachedModel:
         self._sharing = PromptSharing(cache.spec.page_size)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._ends = end_tokens(model, tokenizer)
+        self._steady = steady_tokens(model)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._stack = stack
@@ -178,7 +180,8 @@ class PrefixCachedModel:
         Raises:
             InvalidTokensError: no tokens, or ids outside the model's vocabulary.
             UsageError: invalid options.
-            CapacityError: prompt and output exceed `capacity_tokens`.
+            CapacityError: prompt and output exceed `capacity_tokens`, or the length from which on the model's
+                keys depend on how long the sequence is.
             BusyError: the queue is full.
             ClosedError: the model is closed.
         """
@@ -187,6 +190,11 @@ class PrefixCachedModel:
         prompt = token_array(tokens)[:]
         if max(prompt) >= self._vocabulary:
             raise InvalidTokensError(f"token id {max(prompt)}: the model knows {self._vocabulary}, from 0")
+        if self._steady is not None and len(prompt) + max_new_tokens > self._steady:
+            raise CapacityError(
+                f"{len(prompt)} + {max_new_tokens} tokens: beyond {self._steady}, the rotary embedding of "
+                "this model depends on the length, so no prefix can be shared"
+            )
         ends = self._ends if stop_token_ids is None else stop_token_ids
         rule = StopRule(max_new_tokens, ends, stop, self._tokenizer)
         job = GenerationJob(

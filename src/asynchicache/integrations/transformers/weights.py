@@ -130,9 +130,10 @@ def _stamps(model: nn.Module) -> tuple[tuple[object, ...], tuple[object, ...]]:
             inside = f"{name}."
         of_adapter = inside is not None and "base_layer" not in name.removeprefix(inside).split(".")
         fields = vars(module)  # its methods for this are ten times slower, and there are many modules
+        computed = fields["_non_persistent_buffers_set"]  # from the configuration: no weights
         for held in (fields["_parameters"], fields["_buffers"]):
             for key, one in held.items():
-                if one is not None:
+                if one is not None and key not in computed:
                     (added if of_adapter else own).append((f"{name}.{key}", one))
     return _stamp(own), (tuple(settings), _stamp(added))
 
