@@ -39,6 +39,8 @@ CONNECTOR_SEAM = (
     "vllm.v1.core.sched.output:SchedulerOutput",
     "vllm.v1.core.block_pool:BlockPool",
     "vllm.v1.core.kv_cache_utils:KVCacheBlock",
+    "vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys",
+    "vllm.v1.core.kv_cache_utils:_gen_mm_extra_hash_keys",
     f"{KV_CACHE}:KVCacheConfig",
     f"{KV_CACHE}:KVCacheGroupSpec",
     f"{KV_CACHE}:FullAttentionSpec",

@@ -5,6 +5,7 @@ Weights are wide, those of embeddings most of all: the best token leads by a mar
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,10 +13,14 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCABULARY = 512
 SEED = 7
+RANK = 8
+"""Of adapters."""
+
 RETRAINED = "_retrained"
 """What a name ends with whose model has the same configuration as the one without it, and other weights."""
 
@@ -184,3 +189,23 @@ def _tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
+
+
+def train_adapter(folder: Path, model: Path, seed: int) -> Path:
+    """Write a LoRA of a model's queries and values; another one of the same size for each seed."""
+    config = transformers.AutoConfig.from_pretrained(model)
+    chance = torch.Generator().manual_seed(seed)
+    width = {"q_proj": config.num_attention_heads, "v_proj": config.num_key_value_heads}
+    tensors = {}
+    for layer in range(config.num_hidden_layers):
+        for part, heads in width.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            shapes = {"A": (RANK, config.hidden_size), "B": (heads * config.head_dim, RANK)}
+            for half, shape in shapes.items():
+                tensors[f"{name}.lora_{half}.weight"] = 0.2 * torch.randn(shape, generator=chance)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": sorted(width)}
+    described |= {"base_model_name_or_path": str(model), "bias": "none", "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return folder

@@ -189,6 +189,99 @@ def test_tensors_that_come_in_parts_are_one_update(
     assert follow_weights() is weights
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_weights_from_disk_are_known_by_their_content(
+    named: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pool: RecordedPool
+) -> None:
+    """Also a checkpoint that is trained again into the same folder, under the same names."""
+    folder, version = tmp_path / "model", "v2" if named else "default"
+    for number, expected in ((1, 0), (2, 0), (1, 3), (2, 3)):
+        folder.mkdir(exist_ok=True)
+        (folder / "model.safetensors").write_bytes(bytes([number]) * 10_000)
+        StandInEngine(monkeypatch, version, folder=folder)
+        backend = opened(tmp_path / "store", pool)
+        try:
+            assert backend.batch_exists(KEYS) == expected
+            backend.batch_set_v1(KEYS, pool.indices(0, 1, 2))
+        finally:
+            backend.close()
+    engine = StandInEngine(monkeypatch)
+    backend = opened(tmp_path / "store", pool)
+    try:
+        assert backend.batch_exists(KEYS) == 0
+        engine.update("v2" if named else None, folder=folder)
+        assert backend.batch_exists(KEYS) == 3
+    finally:
+        backend.close()
+
+
+@pytest.mark.parametrize(
+    "setting", ["json_model_override_args", "kv_cache_dtype", "quantization", "quantization_param_path"]
+)
+def test_settings_that_change_pages_are_in_their_keys(
+    setting: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pool: RecordedPool
+) -> None:
+    found = {}
+    for value in ("a", "b", "a"):
+        StandInEngine(monkeypatch, **{setting: value})
+        backend = opened(tmp_path, pool)
+        try:
+            found.setdefault(value, backend.batch_exists(KEYS))
+            backend.batch_set_v1(KEYS, pool.indices(0, 1, 2))
+            assert backend.batch_exists(KEYS) == 3
+        finally:
+            backend.close()
+    assert found == {"a": 0, "b": 0}
+
+
+# Adapters.
+
+
+def adapter(folder: Path, content: bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return folder
+
+
+def request_key(engine: StandInEngine, extra_key: str | None = None, lora_id: str | None = None) -> object:
+    return engine.request("r", lora_id=lora_id, extra_key=extra_key).extra_key  # type: ignore[arg-type]
+
+
+def test_an_adapter_is_known_by_its_content(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pool: RecordedPool
+) -> None:
+    keys = []
+    for content in (b"first", b"other", b"first"):
+        folder = adapter(tmp_path / "sql", content)
+        engine = StandInEngine(monkeypatch, adapters={"sql": folder})
+        for _ in range(2):
+            opened(tmp_path / "store", pool).close()
+        keys.append(request_key(engine, lora_id="id of sql"))
+        assert str(keys[-1]).endswith("id of sql"), "SGLang finds the adapter's name by it"
+        assert request_key(engine, lora_id="of a later load") == "of a later load"
+        assert request_key(engine) is None
+    assert keys[0] == keys[2] != keys[1]
+
+
+def test_no_client_can_write_the_key_of_an_adapter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pool: RecordedPool
+) -> None:
+    engine = StandInEngine(monkeypatch, adapters={"sql": adapter(tmp_path / "sql", b"first")})
+    opened(tmp_path / "store", pool).close()
+    key = str(request_key(engine, lora_id="id of sql"))
+    assert request_key(engine, extra_key=key) != key
+    assert request_key(engine, extra_key="tenant", lora_id="id of sql") not in (key, "tenant")
+
+
+def test_an_adapter_whose_files_are_not_here_is_refused_with_the_cure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pool: RecordedPool
+) -> None:
+    StandInEngine(monkeypatch, adapters={"sql": tmp_path / "nobody"})
+    with pytest.raises(ConfigError, match=r"adapter sql: no files in .*load it by /load_lora_adapter"):
+        opened(tmp_path / "store", pool)
+
+
 def test_another_sglang_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engine = StandInEngine(monkeypatch)
     del type(engine.manager).record_weight_version_after_update

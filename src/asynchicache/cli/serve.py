@@ -36,11 +36,12 @@ def run(options: ServeOptions, output: Output) -> CommandResult:
     try:
         import uvicorn
 
-        from asynchicache.integrations.serve import loading, server
+        from asynchicache.integrations.checkpoints import checkpoint_digest
+        from asynchicache.integrations.serve import server
     except ModuleNotFoundError as error:
         raise ConfigError(f"serve needs {error.name}: pip install 'asynchicache[serve]'") from error
     _start_log(options)
-    settings = settings_of(options, options.cache_config(_defaults(options, loading.weight_version)))
+    settings = settings_of(options, options.cache_config(_defaults(options, checkpoint_digest)))
     with server.bind(options.host, options.port) as listener:
         loaded = _load(options, settings.cache.device)
         where = server.address(listener)
@@ -106,7 +107,7 @@ def _defaults(options: ServeOptions, version: Callable[[Path], str]) -> Mapping[
     """Default options of the cache."""
     if options.model == TINY:
         return {**_TINY_MEMORY, "weight_version": f"random-{options.seed}"}
-    return {"weight_version": version(Path(options.model))}
+    return {"weight_version": version(Path(options.model)) or "no files"}
 
 
 def _load(options: ServeOptions, device: str) -> LoadedModel:

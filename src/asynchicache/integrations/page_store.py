@@ -82,6 +82,7 @@ class PageIdentity:
         shard: name of this rank's part of a sharded page: up to 32 of a-z, 0-9, `/` and `-`. Empty if every
             rank holds the same bytes (MLA), so that one key serves all ranks.
         salt: separates deployments that share a storage.
+        settings: digest of what else the content depends on.
     """
 
     engine: str
@@ -91,6 +92,7 @@ class PageIdentity:
     layout: str
     shard: str = ""
     salt: str = ""
+    settings: str = ""
 
     def __post_init__(self) -> None:
         for name in ("engine", "model", "weight_version"):
@@ -104,7 +106,7 @@ class PageIdentity:
         return pool_fingerprint(
             model=self.model,
             weight_version=self.weight_version,
-            identity=self.engine,
+            identity=f"{self.engine} {self.settings}".strip(),
             pool=pool,
             layout=f"{self.layout}:{self.dtype}:{memory.page_bytes}:{memory.units}x{memory.unit_bytes}",
             page_size=1,

@@ -10,8 +10,7 @@ class ServedWeights:
     """Names the weights behind the pages that an engine writes and looks up.
 
     Weights of which nobody gave a version get a name of their own, which no other process finds again. So
-    does memory that may hold pages of several weights: from a change of weights until the engine drops its
-    pages.
+    does memory that may hold pages of several weights: from a change until the engine drops its pages.
 
     May be called from any thread.
 
@@ -30,6 +29,11 @@ class ServedWeights:
         with self._lock:
             self._used = True
             return self._mixed or self._version
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the engine may hold pages of several weights."""
+        return bool(self._mixed)
 
     def changed(self, version: str = "") -> None:
         """The weights changed.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import RETRAINED, checkpoint
+from models import RETRAINED, checkpoint, train_adapter
 from sglang_checks import HYBRID, Start
 from sglang_servers import Server, linker, storage
 
@@ -74,3 +74,36 @@ def test_a_server_that_starts_with_the_new_weights_finds_what_the_updated_one_st
         answers = [server.ask(PROMPT), server.ask([*PROMPT, 5])]
     assert [answer.cached for answer in answers] == ([HIT, HIT] if adapter == "storage" else [0, HIT])
     assert answers[0].tokens == retrained
+
+
+@pytest.mark.parametrize("adapter", ["storage", "linker"])
+def test_an_adapter_that_is_trained_again_into_its_folder_is_another_one(
+    adapter: str, start: Start, tmp_path: Path
+) -> None:
+    """Its pages are found only with what it held when they were computed; those without it stay."""
+    model = checkpoint(Path(os.environ["ASYNCHICACHE_ENGINE_FOLDER"]) / "models", "llama")
+    folder = tmp_path / "sql"
+    lora = [
+        f"--lora-paths=sql={folder}",
+        "--max-lora-rank=8",
+        "--max-loras-per-batch=2",
+        "--lora-backend=torch_native",
+    ]
+    expected, found = {}, []
+    for seed in (1, 2):
+        train_adapter(folder, model, seed)
+        with start("llama", [*lora, "--disable-radix-cache"]) as server:
+            expected[seed] = server.ask(PROMPT, lora_path="sql").tokens
+            plain = server.ask(PROMPT).tokens
+    assert len({tuple(tokens) for tokens in (plain, *expected.values())}) == 3
+    for seed in (1, 2, 1):
+        train_adapter(folder, model, seed)
+        with start("llama", [*ADAPTERS[adapter](tmp_path / "store"), *lora]) as server:
+            if adapter == "linker":  # reads storage in the background
+                server.ask([*PROMPT, 5], lora_path="sql", new=1)
+                server.ask([*PROMPT, 5], new=1)
+            answers = [server.ask(PROMPT, lora_path="sql"), server.ask(PROMPT)]
+        assert [answer.tokens for answer in answers] == [expected[seed], plain]
+        found.append([answer.cached for answer in answers])
+    if adapter == "storage":
+        assert found == [[0, 0], [0, HIT], [HIT, HIT]]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
 
 Prompt = list[int]
 
@@ -60,6 +61,7 @@ class Engine:
         new: int = 12,
         hints: Mapping[str, Any] | None = None,
         afresh: bool = False,
+        lora: LoRARequest | None = None,
     ) -> list[Answer]:
         """Answer prompts, which run together; greedily. With `afresh` nothing that is cached is used."""
         extra = {"kv_transfer_params": {"asynchicache": dict(hints)}} if hints else None
@@ -72,7 +74,10 @@ class Engine:
             skip_reading_prefix_cache=afresh,
         )
         outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            parameters,
+            use_tqdm=False,
+            lora_request=lora,
         )
         assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * len(prompts)
         return [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +17,6 @@ from asynchicache.integrations.transformers.demo_model import build_demo_model
 TINY = "tiny"
 
 _BYTES = 256
-_WEIGHTS = ("*.safetensors", "*.bin", "*.json")
-_BLOCK, _SAMPLES = 4096, 1024  # about 4 MiB of each file
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,28 +93,6 @@ def load_checkpoint(
         temperature=1.0 if defaults.temperature is None else float(defaults.temperature),
         top_p=1.0 if defaults.top_p is None else float(defaults.top_p),
     )
-
-
-def weight_version(folder: Path) -> str:
-    """Identify the weights in a folder: a digest of names, sizes, times and samples of its files.
-
-    Reading whole files would take minutes for large models. A copy with other times counts as other weights,
-    which only costs misses. Two trainings of one model have equal names and sizes, and in reproducibly built
-    images equal times; the samples then distinguish them.
-    """
-    files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
-    seen = [(file.name, file.stat().st_size, file.stat().st_mtime_ns, _sample(file)) for file in files]
-    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:32]
-
-
-def _sample(file: Path) -> str:
-    """Digest blocks spread over a file; the whole file if it is small."""
-    digest, size = hashlib.sha256(), file.stat().st_size
-    with file.open("rb") as data:
-        for start in range(0, size, max(_BLOCK, size // _SAMPLES)):
-            data.seek(start)
-            digest.update(data.read(_BLOCK))
-    return digest.hexdigest()
 
 
 def _byte_tokenizer(model: PreTrainedModel) -> ByteTokenizer:

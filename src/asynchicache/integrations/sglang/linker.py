@@ -25,6 +25,7 @@ from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig
 from asynchicache.errors import CacheError, ConfigError, TransferError
 from asynchicache.integrations.bridge import Job, LoopBridge
+from asynchicache.integrations.sglang.contents import key_adapters_by_content, settings_digest
 from asynchicache.integrations.sglang.device_pools import FULL, DevicePools, device_pools
 from asynchicache.integrations.sglang.linked_cache import LinkedCache
 from asynchicache.integrations.sglang.linker_seam import (
@@ -76,12 +77,13 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """
         self.forward_stream = forward_stream
         follow_paths()
+        key_adapters_by_content()
         rank = _rank(server_args, params)
         described = device_pools(
             params,
             [component.name for component in components],
             model=rank.model,
-            identity=f"sglang {rank.shard(replicated=True)}",
+            identity=f"sglang {rank.shard(replicated=True)} {settings_digest()}",
         )
         device = import_module("sglang.srt.utils").get_device_module()
         self._begin(described, linker_options(extra_config or {}, rank), device)

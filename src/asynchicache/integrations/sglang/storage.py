@@ -21,6 +21,7 @@ from asynchicache.errors import CacheError
 from asynchicache.integrations.bridge import LoopBridge
 from asynchicache.integrations.page_pool import PagePool, PagePoolStatistics
 from asynchicache.integrations.page_store import PageIdentity, PageStore
+from asynchicache.integrations.sglang.contents import key_adapters_by_content, settings_digest
 from asynchicache.integrations.sglang.flat_pages import FlatPages, scratch_memory
 from asynchicache.integrations.sglang.host_pools import host_pages, page_numbers, pool_layout
 from asynchicache.integrations.sglang.options import RankIdentity, SGLangOptions
@@ -54,12 +55,14 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
             kwargs: unused.
 
         Raises:
-            ConfigError: invalid options or an unsupported sharding; names the fix.
+            ConfigError: invalid options, an unsupported sharding, or an adapter without files here; names the
+                fix.
             StorageError: the storage cannot be used.
         """
         self._rank = RankIdentity(storage_config)
         self._options = SGLangOptions.of(storage_config.extra_config or {}).for_rank(self._rank)
-        self._weights = follow_weights()
+        key_adapters_by_content()
+        self._settings, self._weights = settings_digest(), follow_weights()
         self._metered = bool(getattr(storage_config, "enable_storage_metrics", False))
         self._metrics, self._metrics_lock = StorageMetrics(), threading.Lock()
         self._pools: dict[str, tuple[Any, PagePool]] = {}
@@ -123,6 +126,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
             layout=layout,
             shard=self._rank.shard(replicated=self._replicated(name)),
             salt=self._options.salt,
+            settings=self._settings,
         )
 
     def _flat_pages(self, sample: Any = None) -> FlatPages | None:

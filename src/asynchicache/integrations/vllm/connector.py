@@ -25,7 +25,9 @@ from asynchicache.integrations.vllm.connector_seam import (
     SupportsHMA,
 )
 from asynchicache.integrations.vllm.connector_worker import ConnectorWorker
+from asynchicache.integrations.vllm.contents import hash_contents, model_digest
 from asynchicache.integrations.vllm.kv_groups import KvGroups, kv_groups
+from asynchicache.integrations.vllm.weights import follow_weights
 from asynchicache.types import Tier
 
 _SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}
@@ -48,7 +50,9 @@ class AsynchicacheConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         told_of_sleep = hasattr(KVConnectorBase_V1, "unregister_kv_caches")  # since 0.33
         check_engine(vllm_config, hash_seed=python_hash_seed(), told_of_sleep=told_of_sleep)
-        groups = _groups(vllm_config, kv_cache_config)
+        decides = role is KVConnectorRole.SCHEDULER
+        content = model_digest(vllm_config.model_config, vllm_config.cache_config) if decides else ""
+        groups = _groups(vllm_config, kv_cache_config, content)
         config = read_options(
             vllm_config.kv_transfer_config.kv_connector_extra_config,
             replica=vllm_config.parallel_config.data_parallel_index,
@@ -57,8 +61,9 @@ class AsynchicacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         self._deltas = StatisticsDeltas()
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = ConnectorScheduler(groups, config.cache, idle_s)
+        if decides:
+            hash_contents()
+            self._scheduler = ConnectorScheduler(groups, config.cache, idle_s, follow_weights())
         else:
             self._worker = ConnectorWorker(groups, idle_s, vllm_config.parallel_config.rank)
 
@@ -191,7 +196,7 @@ class AsynchicacheConnector(KVConnectorBase_V1, SupportsHMA):
         return step
 
 
-def _groups(vllm_config: Any, kv_cache_config: Any) -> KvGroups:
+def _groups(vllm_config: Any, kv_cache_config: Any, content: str) -> KvGroups:
     model = vllm_config.model_config
     dtype = vllm_config.cache_config.cache_dtype
     return kv_groups(
@@ -200,4 +205,5 @@ def _groups(vllm_config: Any, kv_cache_config: Any) -> KvGroups:
         dtype=str(model.dtype) if dtype == "auto" else str(dtype),
         layout=kv_cache_config.kv_cache_layout,
         workers=vllm_config.parallel_config.world_size,
+        content=content,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -14,6 +13,7 @@ from asynchicache.config import CacheConfig
 from asynchicache.controller.request import Hit, Request
 from asynchicache.controller.statistics import CacheStatistics
 from asynchicache.integrations.vllm.kv_groups import KvGroups
+from asynchicache.integrations.vllm.weights import VllmWeights
 from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.pools.shared import HostHandle
 from asynchicache.transfer.remote import CopyOrder, CopyResult, RemoteCopies
@@ -45,10 +45,11 @@ class TakenOrders(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Served:
-    """The cache's request of one admission, and how many keys it knows."""
+    """The cache's request of one admission, how many keys it knows, and the name of their weights."""
 
     request: Request
     keys: int
+    weights: str
 
 
 class ConnectorCache:
@@ -57,23 +58,25 @@ class ConnectorCache:
     The scheduler's thread names what vLLM has admitted by a number of its own, a new one after a preemption.
     """
 
-    def __init__(self, cache: HybridCache, remote: RemoteCopies, block_size: int) -> None:
+    def __init__(
+        self, cache: HybridCache, remote: RemoteCopies, block_size: int, weights: VllmWeights
+    ) -> None:
         self._cache = cache
         self._remote = remote
         self._block_size = block_size
         self._served: dict[int, _Served] = {}
         self._waiting: list[CopyOrder] = []
-        self._namespace: str | None = None
+        self._weights = weights
 
     @classmethod
-    async def open(cls, groups: KvGroups, config: CacheConfig) -> Self:
+    async def open(cls, groups: KvGroups, config: CacheConfig, weights: VllmWeights) -> Self:
         """
         Raises:
             ConfigError, CapacityError, StorageError: as `HybridCache.open`.
         """
         remote = RemoteCopies(groups.pages(), workers=groups.workers)
         cache = await HybridCache.open(groups.spec, config, engine=remote)
-        return cls(cache, remote, groups.block_size)
+        return cls(cache, remote, groups.block_size, weights)
 
     @property
     def host(self) -> HostHandle:
@@ -94,8 +97,9 @@ class ConnectorCache:
             raise
 
     async def _enter(self, number: int, keys: Sequence[bytes], tokens: int, hint: CacheHint) -> Request:
-        request = self._cache.request_keys(keys, length=tokens, namespace=self._namespace, hint=hint)
-        self._served[number] = _Served(request, len(keys))
+        weights = self._weights.name()
+        request = self._cache.request_keys(keys, length=tokens, namespace=weights or None, hint=hint)
+        self._served[number] = _Served(request, len(keys), weights)
         return await request.__aenter__()
 
     async def load(self, number: int, into: Blocks) -> int | None:
@@ -127,6 +131,9 @@ class ConnectorCache:
             CacheError: a copy failed; its blocks are not cached.
         """
         served = self._served.get(number)
+        if served is not None and served.weights != self._weights.name():
+            await self.leave(number)  # what it computes from now on is of other weights
+            served = None
         if served is None:
             await self._enter(number, keys, len(keys) * self._block_size, hint)
             served = self._served[number]
@@ -158,8 +165,8 @@ class ConnectorCache:
         await asyncio.sleep(0)
 
     def forget(self) -> None:
-        """Find nothing that was cached until now, in no process: keys get a namespace that is new."""
-        self._namespace = uuid.uuid4().hex
+        """Find nothing that was cached until now: keys get a namespace that is new."""
+        self._weights.reset()
 
     async def aclose(self) -> None:
         """Wait for writes to storage, up to `close_seconds`, and close."""

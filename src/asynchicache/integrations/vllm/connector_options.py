@@ -82,6 +82,11 @@ def check_engine(vllm_config: Any, *, hash_seed: str | None, told_of_sleep: bool
             f"prefix_caching_hash_algo {cache.prefix_caching_hash_algo} differs in every process: set "
             "PYTHONHASHSEED, or keep sha256"
         )
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales takes the scales of the KV cache from the first prompt, so that blocks mean "
+            "something else in every process: leave it out, or use a checkpoint with scales"
+        )
     drafts = vllm_config.speculative_config
     if drafts is not None and drafts.uses_draft_kv_cache():
         raise ConfigError(

@@ -22,6 +22,7 @@ from asynchicache.integrations.vllm.connector_cache import Backup, Blocks, Conne
 from asynchicache.integrations.vllm.connector_messages import StepOrders, StepResults
 from asynchicache.integrations.vllm.hints import RequestHints, read_hints
 from asynchicache.integrations.vllm.kv_groups import KvGroup, KvGroups
+from asynchicache.integrations.vllm.weights import VllmWeights
 from asynchicache.types import Tier
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,13 @@ class _BackupJob(NamedTuple):
 class ConnectorScheduler:
     """Decides for all requests of one engine. Called from vLLM's scheduler thread only."""
 
-    def __init__(self, groups: KvGroups, config: CacheConfig, idle_wait_s: float) -> None:
+    def __init__(
+        self,
+        groups: KvGroups,
+        config: CacheConfig,
+        idle_wait_s: float,
+        weights: VllmWeights | None = None,
+    ) -> None:
         """
         Raises:
             ConfigError, CapacityError, StorageError: as `HybridCache.open`.
@@ -99,7 +106,7 @@ class ConnectorScheduler:
         self._counted = False  # whether a lookup has ended since statistics were taken
         self._bridge = LoopBridge(name="asynchicache-vllm")
         try:
-            self._cache = self._bridge.call(ConnectorCache.open(groups, config))
+            self._cache = self._bridge.call(ConnectorCache.open(groups, config, weights or VllmWeights()))
         except BaseException:
             self._bridge.close(0)
             raise

@@ -135,7 +135,13 @@ class KvGroups:
 
 
 def kv_groups(
-    config: Any, *, model: str, dtype: str, layout: str | None = None, workers: int = 1
+    config: Any,
+    *,
+    model: str,
+    dtype: str,
+    layout: str | None = None,
+    workers: int = 1,
+    content: str = "",
 ) -> KvGroups:
     """Return the groups of a model.
 
@@ -145,6 +151,7 @@ def kv_groups(
         dtype: dtype of the KV cache, as the user configured it.
         layout: name of vLLM's memory order within a block; part of the identity.
         workers: that share the model by tensor parallelism; part of the identity.
+        content: digest of the model; part of the identity.
 
     Raises:
         ConfigError: a group whose blocks cannot be restored by their hashes; names it and what to do.
@@ -177,6 +184,8 @@ def kv_groups(
     }
     if workers > 1:
         identity["workers"] = workers
+    if content:
+        identity["content"] = content
     pools = tuple(part for group in groups for part in group.parts)
     spec = ModelSpec(model, size, first_layer, pools, f"vllm {sorted(identity.items())!r}")
     keys = size // (config.hash_block_size or size)

@@ -7,6 +7,7 @@ from typing import Any
 
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.page_store import PageIdentity, PageStoreConfig
+from asynchicache.integrations.vllm.contents import weights_digest
 from asynchicache.integrations.vllm.idle import IDLE_WAIT_MS, WaitMs
 from asynchicache.integrations.vllm.rows import MemoryRun
 from asynchicache.integrations.vllm.seam import Locality
@@ -97,6 +98,7 @@ def group_identity(
         layout["runs"] = [run.nbytes for run in runs]
     return PageIdentity(
         engine="vllm",
+        settings=weights_digest(config.model.name),
         model=config.model.name,
         weight_version=options.weight_version,
         dtype=str(config.model.dtype),

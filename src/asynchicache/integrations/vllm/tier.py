@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from asynchicache.errors import CacheError, ClosedError
 from asynchicache.integrations.bridge import Job, JobState, LoopBridge
 from asynchicache.integrations.vllm.chunks import ChunkStore, Moved, is_there
+from asynchicache.integrations.vllm.contents import hash_contents
 from asynchicache.integrations.vllm.hints import RequestHints, read_hints
 from asynchicache.integrations.vllm.idle import IdleWait
 from asynchicache.integrations.vllm.lookups import Lookups
@@ -34,6 +35,7 @@ from asynchicache.integrations.vllm.seam import (
     SecondaryTierManager,
     TransferJob,
 )
+from asynchicache.integrations.vllm.weights import follow_weights
 from asynchicache.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -89,6 +91,8 @@ class AsynchicacheTier(SecondaryTierManager):
             StorageError: the storage cannot be used.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        hash_contents()
+        self._weights = follow_weights()
         config = offloading_spec.config
         chosen = TierOptions.of(for_replica(options, config.parallel.data_parallel_index))
         self.locality = Locality[chosen.locality] if chosen.locality is not None else None
@@ -134,7 +138,12 @@ class AsynchicacheTier(SecondaryTierManager):
     def _ask_storage(self) -> None:
         keys = self._lookups.take_new()
         if keys:
-            self._submit(_JobTag(_Kind.LOOKUP, keys), self._chunks.exists(keys))
+            self._submit(_JobTag(_Kind.LOOKUP, keys), self._chunks.exists(self._named(keys)))
+
+    def _named(self, keys: list[bytes]) -> list[bytes]:
+        """Return the names of chunks with the weights that vLLM has now."""
+        weights = self._weights.name().encode()
+        return [weights + key for key in keys] if weights else keys
 
     # Requests.
 
@@ -165,7 +174,9 @@ class AsynchicacheTier(SecondaryTierManager):
         """Read chunks into rows of the primary tier."""
         keys = list(job_metadata.keys)
         rows = job_metadata.chunk_ids.tolist()
-        self._submit(_JobTag(_Kind.LOAD, keys, job_metadata.job_id), self._chunks.load(keys, rows))
+        self._submit(
+            _JobTag(_Kind.LOAD, keys, job_metadata.job_id), self._chunks.load(self._named(keys), rows)
+        )
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Store rows of the primary tier; shed if more than `store_bytes` are in flight."""
@@ -175,7 +186,7 @@ class AsynchicacheTier(SecondaryTierManager):
             return
         rows = job_metadata.chunk_ids.tolist()
         work = _JobTag(_Kind.SAVE, keys, job_metadata.job_id)
-        self._submit(work, self._chunks.save(keys, rows), nbytes=self._chunks.nbytes(keys))
+        self._submit(work, self._chunks.save(self._named(keys), rows), nbytes=self._chunks.nbytes(keys))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return results of loads and stores that finished since the last call."""
@@ -184,8 +195,12 @@ class AsynchicacheTier(SecondaryTierManager):
         return results
 
     def drain_jobs(self) -> None:
-        """Wait until no call uses rows of the primary tier; bounded by the deadlines of storage calls."""
+        """Wait until no call uses rows of the primary tier; bounded by the deadlines of storage calls.
+
+        vLLM calls it where it drops the rows and its own blocks, and nowhere else.
+        """
         self._bridge.drain()
+        self._weights.dropped()
 
     def _submit(self, work: _JobTag, coro: Coroutine[Any, Any, Any], *, nbytes: int = 0) -> None:
         try:

@@ -95,6 +95,12 @@ def _batches(module: Any) -> None:
 
     module.is_pin_memory_available = lambda *args, **kwargs: False
     torch.Tensor.pin_memory = lambda tensor, *args, **kwargs: tensor
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+
+
+def _unpinned(make: Any) -> Any:
+    return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
 
 
 # Models with states.
