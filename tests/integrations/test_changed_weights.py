@@ -229,6 +229,22 @@ def test_weights_that_changed_are_not_those_of_the_next_process(tmp_path: Path) 
 INVOKED = peft.LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM")
 
 
+@pytest.mark.asyncio
+async def test_weights_that_are_named_when_they_change_are_found_by_the_next_process(tmp_path: Path) -> None:
+    storage = {"storage": "file", "storage_options": {"path": tmp_path}}
+    model, hits = base(), []
+    for version in ("v1", "v2"):
+        config = CacheConfig(device_slots={"kv": 32}, weight_version=version, **storage)
+        async with PrefixCachedModel.open(model, config=config, page_size=PAGE) as served:
+            if version == "v1":
+                scale_data(model)
+                await served.cache.update_weights("v2")
+            answer = served.generate(PROMPT, max_new_tokens=NEW, stop_token_ids=())
+            assert [*PROMPT, *[token async for token in answer]] == plain(model)
+            hits.append(answer.cached_tokens)
+    assert hits == [0, 4 * PAGE]
+
+
 def prompt_tuned() -> nn.Module:
     return peft.get_peft_model(
         base(),

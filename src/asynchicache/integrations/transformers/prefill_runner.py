@@ -100,7 +100,9 @@ class PrefillRunner:
         full, *windows = [_device_pages(cache, pool.name) for pool in cache.spec.owners if pool.per_token]
         # A window pool need not hold a whole prompt: one chunk must fit beside one window.
         piece = min([prefill_chunk, *((pages - bridge.copies.window_pages) * size for pages in windows)])
-        self.context = PrefixContext(calls, bridge, size, piece, ModelWeights(model))
+        self.context = PrefixContext(
+            calls, bridge, size, piece, ModelWeights(model, lambda: cache.config.weight_version)
+        )
         self.capacity_tokens = full * size
         self._one_by_one = feeds_one_by_one(model)
 

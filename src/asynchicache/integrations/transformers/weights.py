@@ -2,7 +2,7 @@
 
 A prefix of other weights has other bytes, so both are a part of its key. Adapters are known by the content of
 their weights: storage outlives a name. What the model's own weights are when the cache is opened, the option
-`weight_version` says; here only a change after that is noticed.
+`weight_version` says; here only a change after that is noticed, unless `update_weights` names it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -76,8 +76,11 @@ class ModelWeights:
         changes: how often a look found something else than the one before.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, version: Callable[[], str | None]) -> None:
+        """`version`: of the weights, as the cache has it now; under another one a change is no surprise."""
         self.key = ""
+        self._version = version
+        self._named = version()
         self.changes = 0
         self._model = model
         self._change = ""
@@ -98,10 +101,13 @@ class ModelWeights:
         except ConfigError as error:
             raise UsageError(str(error)) from error
         base, adapters = _stamps(self._model)
-        if base != self._base:
+        version, named = self._version(), self._named
+        if version != named:
+            self._change = ""  # `update_weights` was called, and has hidden the pages of before
+        elif base != self._base:
             self._change = uuid.uuid4().hex  # no earlier page, of whatever process, is of these
-        if (base, adapters) != (self._base, self._adapters):
-            self._base, self._adapters = base, adapters
+        if (version, base, adapters) != (named, self._base, self._adapters):
+            self._named, self._base, self._adapters = version, base, adapters
             self.changes += 1
             self.key = self._key()
 
