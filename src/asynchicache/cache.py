@@ -462,10 +462,11 @@ class HybridCache:
         if not isinstance(version, str) or not version:
             raise ConfigError(f"weight_version {version!r} must be a name that changes with the weights")
         self._controller.executor.check_open()
-        if version != self.config.weight_version and not self._updating.locked():
-            self._controller.planner.reset()  # before anything is awaited: nothing is matched from here on
-        await self._controller.executor.checkpoint()
-        await shielded(self._update_weights(version))
+        with ExitStack() as changing:
+            if version != self.config.weight_version or self._updating.locked():  # before anything is awaited
+                changing.enter_context(self._controller.planner.changing_weights())
+            await self._controller.executor.checkpoint()
+            await shielded(self._update_weights(version))
 
     async def _update_weights(self, version: str) -> None:
         async with self._updating:

@@ -135,6 +135,40 @@ async def test_an_open_request_goes_on_and_publishes_nothing() -> None:
         assert {tier.held for tiers in cache.statistics().occupancy.values() for tier in tiers} == {0}
 
 
+def test_what_loads_during_the_change_restores_nothing_and_publishes_nothing() -> None:
+    """It may compute with either weights, and storage is still that of the ones before."""
+
+    async def main(world: SeededWorld) -> None:
+        store = MemoryStore()
+        storage = Latency(MemoryBackend(store), 0.01, sleep=world.sleep)
+        async with world.open_cache(SPEC, options(), storage=storage) as cache:
+            model = Weights(cache)
+            await model.serve(PROMPT)
+            await cache.drain()
+            stored = len(store)
+            async with cache.request(PROMPT) as used:
+                await used.load()  # storage is told of that before it is detached
+            await world.sleep(0.001)
+            changing = asyncio.create_task(cache.update_weights("two"))
+            await world.sleep(1e-5)  # until it has begun
+            for other in (PROMPT, [*reversed(PROMPT)]):
+                async with cache.request([*other, 1]) as request:
+                    await request.prefetch()
+                    await request.load()
+                    assert not changing.done()
+                    assert (request.hit.tokens, request.hit.reason) == (0, MissReason.WEIGHTS)
+                    request.extend(21)
+                    await request.checkpoint(20)
+                    assert not await request.durable()
+            await changing
+            await cache.drain()
+            assert len(store) == stored
+            assert_clean(cache)
+
+    for seed in range(5):
+        run_seeded(seed, main)
+
+
 @pytest.mark.asyncio
 async def test_a_request_that_loads_afterwards_publishes() -> None:
     async with HybridCache.open(SPEC, options()) as cache:

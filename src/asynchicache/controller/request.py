@@ -403,7 +403,7 @@ class Request:
     def _planned_load(self, state: RequestState, into: NamedPages | None) -> list[Copy]:
         if self._executor.failure is not None:
             return self._planner.loads.load_nothing(state)
-        if state.epoch != self._planner.state.tree.epoch:
+        if state.epoch != self._planner.state.tree.epoch or self._planner.changes_weights:
             return self._planner.loads.load_nothing(state, MissReason.WEIGHTS)
         return self._planner.loads.load(state) if into is None else self._planner.engine.load(state, into)
 
@@ -699,9 +699,9 @@ class Request:
         return ticket or done_ticket(self._planner.state.spec.layers, state.runs_on)
 
     def _publishes(self, state: RequestState) -> bool:
-        """Whether checkpoints are published: the device is well, the weights are those of the match, and the
-        request's hint allows it."""
-        current = state.epoch == self._planner.state.tree.epoch
+        """Whether checkpoints are published: the device is well, the weights are those of the match and not
+        about to change, and the request's hint allows it."""
+        current = state.epoch == self._planner.state.tree.epoch and not self._planner.changes_weights
         return current and self._executor.failure is None and not state.hint.transient
 
     def _order_after(self, state: RequestState, stream: Stream | None) -> None:

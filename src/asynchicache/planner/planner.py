@@ -8,7 +8,8 @@ carry out. `copy_finished` takes the result of a copy. `planner.backup` plans co
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from asynchicache.errors import CapacityError, CopyEndedError
 from asynchicache.planner.actions import Copy, PoolTransfers
@@ -45,6 +46,7 @@ class Planner:
         windows: the pages of sliding windows that requests hold.
         ends: publishes ends inside a page.
         activity: the work in flight, by when it began.
+        changes_weights: changes of weights in flight.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Planner:
         self.loads = LoadPlanner(self.state, self.windows)
         self.engine = EnginePlanner(self.state, self.backups)
         self._states = [component.id for component in self._tree.components if not component.paged]
+        self.changes_weights = 0
 
     # Requests
 
@@ -526,6 +529,16 @@ class Planner:
         self.flush()
         for node in self._tree.nodes():  # in use for now, and of no use to later requests
             node.keep = None
+
+    @contextmanager
+    def changing_weights(self) -> Iterator[None]:
+        """During the body, nothing is restored or published: nobody knows whose weights that would be."""
+        self.changes_weights += 1
+        self.reset()
+        try:
+            yield
+        finally:
+            self.changes_weights -= 1
 
     def flush(self) -> None:
         """Evict everything that is not locked, on device and host."""
