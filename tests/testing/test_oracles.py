@@ -245,7 +245,7 @@ def path(*digests: bytes, state: bool = False) -> StoredPath:
 
 
 def promised(tokens: int = 1, identity: object = "weights") -> DurablePrefix:
-    return DurablePrefix(identity, "alice", tuple(range(tokens)))
+    return DurablePrefix(identity, "alice", None, tuple(range(tokens)))
 
 
 def stored(store: ChaosStore, *keys: ObjectKey) -> None:

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 from asynchicache.cache import HybridCache, Request
 from asynchicache.errors import CapacityError, ClosedError, DeviceError, TransferError
-from asynchicache.hashing import namespace_seed, page_digests
+from asynchicache.hashing import page_digests
 from asynchicache.streams.base import Stream
 from asynchicache.testing.chaos.faults import ChaosDevice, FaultDraws
 from asynchicache.testing.chaos.hits import HitCase, HitOracle
+from asynchicache.testing.chaos.identity import PageNames, seed_of
 from asynchicache.testing.chaos.ledger import Ledger
 from asynchicache.testing.chaos.promises import DurabilityOracle, DurablePrefix
 from asynchicache.testing.chaos.script import HINTS, ChaosClient, ClientTurn, Pace
@@ -44,7 +45,9 @@ class ChaosEngine:
 
     Attributes:
         cache, ledger: the cache, and the record of the run.
-        identity: the options that distinguish its pages from those of other caches.
+        oracle: knows the bytes of pages that are computed with the present weights.
+        identity: what distinguishes its pages from those of other caches.
+        names: the names of pages, from which their bytes follow.
         closing: the cache is being closed, so it refuses requests.
         page_tokens: knows the bytes of each token, if prefixes may end inside a page.
         suspect: wrong bytes that a forward read after a copy wrote a wrong byte; the cache must notice them.
@@ -55,26 +58,34 @@ class ChaosEngine:
         self,
         cache: HybridCache,
         device: ChaosDevice,
-        oracle: ByteOracle,
+        oracle: Callable[[], ByteOracle],
+        names: PageNames,
         draws: FaultDraws,
         ledger: Ledger,
         hits: Callable[[ChaosEngine], HitOracle],
         promises: DurabilityOracle | None,
-        identity: object,
+        identity: Callable[[], object],
     ) -> None:
+        """`oracle`, `identity`: with the present weights."""
         self.cache = cache
         self.ledger = ledger
         self.closing = False
         self.suspect: list[str] = []
         self.stream: Stream = device.stream("compute")
         self.has_states = any(not pool.per_token for pool in cache.spec.pools)
-        self.page_tokens = oracle.page_tokens
+        self._with_weights = oracle
+        self._identity_now = identity
+        self.learn_weights()
+        self.page_tokens = self.oracle.page_tokens
+        self.names = names
         self._device = device
-        self._oracle = oracle
         self._draws = draws
         self.hits = hits(self)
         self._promises = promises
-        self.identity = identity
+
+    def learn_weights(self) -> None:
+        """Requests that load from now on compute with other weights."""
+        self.oracle, self.identity = self._with_weights(), self._identity_now()
 
     def did(self, operation: str) -> None:
         self.ledger.operations[operation] += 1
@@ -87,11 +98,11 @@ class ChaosEngine:
         """Whether requests may fail: the device failed or the cache is closing."""
         return self.closing or self._device.error is not None or self._device.lied
 
-    def expect(self, part: PoolSlots, layer: int | None, where: str) -> None:
+    def expect(self, part: PoolSlots, layer: int | None, where: str, oracle: ByteOracle) -> None:
         """On the compute stream, compare the slots' contents with the expected ones."""
 
         def look() -> None:
-            count = self._oracle.count_wrong(*part, layer=layer)
+            count = oracle.count_wrong(*part, layer=layer)
             if count:
                 found = self.suspect if self._device.lied else self.ledger.violations
                 found.append(f"wrong bytes: {count} of {len(part.slots)} slots of {part.pool!r}, {where}")
@@ -99,21 +110,23 @@ class ChaosEngine:
         if self._concerns(part, layer):
             self.stream.launch(look)
 
-    def write(self, part: PoolSlots, layer: int | None) -> None:
+    def write(self, part: PoolSlots, layer: int | None, oracle: ByteOracle) -> None:
         if self._concerns(part, layer):
-            self.stream.launch(lambda: self._oracle.write(*part, layer=layer))
+            self.stream.launch(lambda: oracle.write(*part, layer=layer))
 
     def _concerns(self, part: PoolSlots, layer: int | None) -> bool:
         tensors = self.cache.spec.pool(part.pool).tensors
         return bool(part.slots) and (layer is None or any(layer in tensor.layers for tensor in tensors))
 
-    async def promised(self, request: Request, tenant: str | None, length: int, *, final: bool) -> None:
+    async def promised(self, request: Request, turn: ClientTurn, length: int, identity: object) -> None:
         """Wait until `length` tokens of a request are in storage. If `durable()` is True, check the store.
 
-        `final`: the request is finished, so storage has its last page too, if ends may be inside one.
+        If the request is finished, storage has its last page too, if ends may be inside one.
+
+        `identity`: of the cache when the request was loaded.
         """
         self.did("durable")
-        seed, size = namespace_seed(tenant), self.cache.spec.page_size
+        seed, size = seed_of(turn), self.cache.spec.page_size
         tokens = request.tokens[: length // size * size]
         self.hits.wanted(page_digests(tokens, size, seed))
         if self._promises is None:
@@ -127,10 +140,11 @@ class ChaosEngine:
                 ends = any(not node.tail for node in resumable)
                 path = self.hits.path(tokens, seed, len(tokens) // size, ends=ends)
                 tails = [key for node in resumable if node.tail for key in self.hits.tail_keys(node)]
-                if final and self.cache.tails:
+                if turn.final and self.cache.tails:
                     tails += self.hits.end_keys(request.tokens[:length], seed)
                 path = path._replace(ends=[*path.ends, *tails])
-                self._promises.made(DurablePrefix(self.identity, tenant, tuple(tokens)), path, gone)
+                promise = DurablePrefix(identity, turn.tenant, turn.salt, tuple(tokens))
+                self._promises.made(promise, path, gone)
 
     def verify(self, when: str) -> None:
         """Recompute the cache's invariants."""
@@ -154,10 +168,13 @@ class ChaosEngine:
             if not self.closing:
                 self.verify("after a request")
 
+    def request(self, turn: ClientTurn) -> Request:
+        return self.cache.request(turn.prompt, namespace=turn.tenant, salt=turn.salt, hint=HINTS[turn.hint])
+
     async def serve(self, turn: ClientTurn) -> None:
         """Run one request, from match to release."""
         self.did("open")
-        request = self.cache.request(turn.prompt, namespace=turn.tenant, hint=HINTS[turn.hint])
+        request = self.request(turn)
         async with request:
             case = await self._matched(request, turn)
             if turn.admit:
@@ -166,13 +183,15 @@ class ChaosEngine:
             self.did("load")
             with self.hits.loading(request, case):
                 ticket = request.load()
+            forwards = Forwards(self, request, turn, ticket)  # with the weights of now
             await ticket.submitted()
             self._count(request)
-            await self._run(Forwards(self, request, turn, ticket), turn, request)
+            await self._run(forwards, turn, request)
 
     async def _matched(self, request: Request, turn: ClientTurn) -> HitCase:
         """What a request does before it loads."""
-        case = self.hits.opened(request, turn.tenant)
+        case = self.hits.opened(request, seed_of(turn))
+        case.least = turn.least
         if turn.patience != 0:
             await self.prefetch(request, case, turn.patience)
         if turn.rest is not None:
@@ -222,7 +241,8 @@ class Forwards:
         self._engine = engine
         self._request = request
         self._turn = turn
-        self._seed = namespace_seed(turn.tenant)
+        self._seed = seed_of(turn)
+        self._oracle, self._identity = engine.oracle, engine.identity
         self._paces = iter(turn.paces)
         self._left = turn.abort
         self._tickets = [ticket]  # copies enqueued since the last forward
@@ -245,7 +265,7 @@ class Forwards:
         engine.did("checkpoint")
         await self._follow(self._publish(self.done, final=turn.final))
         if turn.durable:
-            await engine.promised(request, turn.tenant, self.done, final=turn.final)
+            await engine.promised(request, turn, self.done, self._identity)
 
     async def _forward(self, stop: int) -> None:
         """Compute a chunk of a prompt in as few forwards as capacity allows, each followed by its pace."""
@@ -278,11 +298,12 @@ class Forwards:
         request.suspend(self.done, after=engine.stream)
         await asyncio.sleep(away)
         request.rematch()
-        case = engine.hits.opened(request, self._turn.tenant)
+        case = engine.hits.opened(request, self._seed)
         if self._turn.patience != 0:
             await engine.prefetch(request, case, self._turn.patience)
         with engine.hits.loading(request, case):
             ticket = request.load()
+        self._oracle, self._identity = engine.oracle, engine.identity
         await ticket.submitted()
         self._tickets, self._restored, self.done = [ticket], True, request.hit.tokens
 
@@ -359,7 +380,8 @@ class Forwards:
     def _digests(self) -> list[bytes]:
         if self._engine.page_tokens is not None:
             self._engine.page_tokens.note(self._request.tokens, self._seed)
-        return page_digests(self._request.tokens, self._engine.cache.spec.page_size, self._seed)
+            return page_digests(self._request.tokens, self._engine.cache.spec.page_size, self._seed)
+        return self._engine.names.of(self._request.tokens, self._turn)
 
     def _compute(self, length: int) -> None:
         """Run a forward to `length` tokens, whose slots are reserved: check what it reads, write the rest."""
@@ -372,9 +394,9 @@ class Forwards:
                 for ticket in tickets:
                     ticket.fence(layer).wait_on(engine.stream)
             for part in read:
-                engine.expect(part, layer, where)
+                engine.expect(part, layer, where, self._oracle)
             for part in written:
-                engine.write(part, layer)
+                engine.write(part, layer, self._oracle)
         self._tickets, self._restored, self.done = [], False, length
 
     async def _follow(self, ticket: Ticket) -> None:

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from asynchicache.cache import HybridCache, Request
 from asynchicache.config import PrefetchOptions
-from asynchicache.hashing import ObjectKey, namespace_seed, page_digests, tail_digests
+from asynchicache.hashing import ObjectKey, page_digests, tail_digests
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.state import CacheState
 from asynchicache.testing.chaos.costs import CostOracle
@@ -55,6 +55,9 @@ _PAGES_AT_ONCE = 256
 _TURN_SECONDS = 2e-4
 """Until somebody who was told to ask does: turns of the loop."""
 
+LEAST = "least"
+"""The kind of a violation: a request found less than its script says."""
+
 _FAILURES = {
     MissReason.DEADLINE,
     MissReason.STORAGE_FAILED,
@@ -80,8 +83,13 @@ class HitCase:
         held_back: at some time, full pages reached further than other pools allowed.
         admitted: the storage breakers let every call through when it began to wait.
         began: time at which it began to wait.
+        readable: storage had a page that the request could use and memory had not, at some time.
         tails: where a tail may follow the pages that storage and memory had together when it began to wait:
             by digest, the tokens of the prefix. Only those in storage ever since.
+        epoch: counts the changes of weights up to then; after another one it is not judged.
+        least: pages that the script says the hit must have.
+        reached: full pages that memory had at the match, or memory and storage together all the time while
+            storage was asked without a fault: a shorter hit has another reason than that there were none.
     """
 
     tokens: array[int]
@@ -97,11 +105,19 @@ class HitCase:
     held_back: bool = False
     admitted: bool = True
     began: float = 0.0
+    readable: bool = False
     tails: dict[bytes, int] = field(default_factory=dict)
+    least: int = 0
+    reached: int = 0
+    epoch: int = 0
 
 
 class HitOracle:
-    """Judges the requests of one cache."""
+    """Judges the requests of one cache.
+
+    Attributes:
+        changing: its weights are being changed.
+    """
 
     def __init__(
         self,
@@ -147,6 +163,7 @@ class HitOracle:
             self._pools, ledger, storage.never_troubled, self._wanted_since, self._holds, self._held_reads
         )
         self._refused = 0
+        self.changing = False
         self._favours: list[tuple[float, int]] = []  # until when how many pages
         self._clock = asyncio.get_running_loop().time
 
@@ -172,21 +189,28 @@ class HitOracle:
 
     # Stages of a request
 
-    def opened(self, request: Request, tenant: str | None) -> HitCase:
+    def opened(self, request: Request, seed: bytes) -> HitCase:
         """A request has just matched."""
         tokens = array("q", request.tokens)  # a copy, because generated tokens are appended to the request's
-        case = HitCase(tokens, namespace_seed(tenant), (len(tokens) - 1) // self._size)
+        case = HitCase(tokens, seed, (len(tokens) - 1) // self._size, epoch=self._tree.epoch)
         self.matched(request, case)
         return case
 
     def matched(self, request: Request, case: HitCase, *, now: bool = True) -> None:
         """Check that the match is in memory. `now`: the request just matched, so it must have matched all."""
+        if self._is_over(case):
+            return
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         there, got = self._seen(case, memory[FULL], memory), request.hit.tokens // self._size
+        case.reached = _run(memory[FULL]) if now else 0
         if self._tree.tails:
             self._matched_tokens(request, case, there, now=now)
         elif got > there or (now and got < there):
             self._violated(f"hit: {got} pages matched, and {there} of {case.limit} are in memory")
+
+    def _is_over(self, case: HitCase) -> bool:
+        """Whether the weights are changing, or have changed since the request began."""
+        return self.changing or case.epoch != self._tree.epoch
 
     def _matched_tokens(self, request: Request, case: HitCase, whole: int, *, now: bool) -> None:
         """As `matched`, where prefixes may end inside a page."""
@@ -216,7 +240,9 @@ class HitOracle:
             if request.split != split:  # the rest is read while the request computes
                 case.allowed.add(MissReason.CHEAPER_TO_COMPUTE)
                 answered = False
-            if not self._excused():  # also if it gave up: it may have learned what storage has
+            if not (
+                self._excused() or self._is_over(case)
+            ):  # also if it gave up: it may have learned what storage has
                 case.refused = self._refusals > refusals
                 self._answered(request, case, patient=patient and answered)
 
@@ -230,6 +256,7 @@ class HitOracle:
         either = list(map(_either, case.memory, case.stored))
         for pages in (case.memory, either):
             self._seen(case, pages[FULL], pages)
+        self._note_readable(case, case.memory, either)
         case.tails = self._tails_in_storage(case, digests, either)
         self._waiting.append(case)
         self.wanted(digests)
@@ -312,8 +339,11 @@ class HitOracle:
         # trial may be another request's, and have closed the breaker since.
         calm = case.admitted and self._storage.calm_since(case.began, self._controller)
         waited = self._clock() - case.began
+        told = patient and calm and not self._storage.has_lied
         patient &= self._options.policy is not PrefetchPolicy.BEST_EFFORT and self._asks
         self.matched(request, case, now=patient and calm)
+        if told:
+            case.reached = max(case.reached, _run(_either(case.memory[FULL], case.stored[FULL])))
         self._seen_in_storage(case)
         if not calm or self._storage.has_lied:  # for a while, the cache remembers what it was told
             case.allowed |= _FAILURES
@@ -321,10 +351,12 @@ class HitOracle:
             case.allowed.add(MissReason.DEADLINE)
         if case.refused:
             case.allowed.add(MissReason.HOST_CAPACITY)
-        if not (calm and patient) or MissReason.DEADLINE in case.allowed:
+        if not (calm and patient):
             return
         if not self._tree.host_only:  # else it may have waited for pages that were being saved
             self._check_wait(waited, case)
+        if MissReason.DEADLINE in case.allowed:
+            return
         there = longest(self._coverages, list(map(_either, case.memory, case.stored)))
         got = request.hit.tokens // self._size
         # States or windows read for a long prefix may not serve a shorter one.
@@ -350,14 +382,22 @@ class HitOracle:
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         either = list(map(_either, memory, self._in_storage(list(case.digests))))
         self._seen(case, either[FULL], either)
+        self._note_readable(case, memory, either)
+
+    def _note_readable(self, case: HitCase, memory: PageFlags, either: PageFlags) -> None:
+        """Note whether storage could add something: more full pages, or a window or state for them."""
+        case.readable |= _run(either[FULL]) > longest(self._coverages, memory) or bool(case.tails)
 
     def _check_wait(self, waited: float, case: HitCase) -> None:
         asks, reads = (self._storage.calls.slowest(verb, case.began) for verb in ("exists", "get"))
         parts = 1 + case.limit // _PAGES_AT_ONCE + self._tree.tails  # a tail is asked for behind the pages
-        bound = ROUNDS * parts * (len(self._pools) * asks + reads) + NOISE_SECONDS
-        if waited > bound:
+        if case.readable and (self._storage.queues or waited >= self._options.deadline(0)):
+            return  # its reads wait for others, or take longer than it does
+        answers = len(self._pools) * asks + (reads if case.readable else 0.0)
+        if waited > ROUNDS * parts * answers + NOISE_SECONDS:
+            what = "storage, whose" if case.readable else "storage, which had nothing for it, and whose"
             self._violated(
-                f"wait: a request waited {waited:.4f} s for storage, whose slowest answers took {asks:.4f} s "
+                f"wait: a request waited {waited:.4f} s for {what} slowest answers took {asks:.4f} s "
                 f"and {reads:.4f} s"
             )
 
@@ -368,7 +408,7 @@ class HitOracle:
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         self._seen(case, memory[FULL], memory)
         yield
-        if self._excused() or self._controller.executor.failure is not None:
+        if self._excused() or self._is_over(case) or self._controller.executor.failure is not None:
             return
         if self._refusals > refusals:
             case.allowed.add(MissReason.DEVICE_CAPACITY)
@@ -377,9 +417,18 @@ class HitOracle:
                 f"hit: {request.hit.tokens} of {matched} tokens that matched, though there was room"
             )
         self._check_reason(request, case)
+        self._check_least(request, case)
         if self.recency is not None and request.hit.tokens:
             path = self.path(case.tokens, case.seed, request.hit.tokens // self._size)
             self.recency.restored(path, lambda key: self.costs.knows(key.pool, key.digest))
+
+    def _check_least(self, request: Request, case: HitCase) -> None:
+        hit = request.hit
+        if (pages := hit.tokens // self._size) < case.least:
+            self._violated(
+                f"{LEAST}: {pages} pages, reason {hit.reason.value}, though {case.least} of {case.limit} "
+                f"must be there"
+            )
 
     def path(self, tokens: array[int], seed: bytes, pages: int, *, ends: bool = True) -> StoredPath:
         """Keys of a prefix in the store, for pools that have memory to prefetch into; without the keys of its

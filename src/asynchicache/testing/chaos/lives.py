@@ -20,12 +20,13 @@ from asynchicache.testing.chaos.faults import (
     splitting_reads,
 )
 from asynchicache.testing.chaos.hits import HitOracle
+from asynchicache.testing.chaos.identity import HostPages, PageNames, page_identity
 from asynchicache.testing.chaos.inside import CacheInternals
 from asynchicache.testing.chaos.ledger import Ledger, error_text
 from asynchicache.testing.chaos.paged import ChaosBlocks, PagedChaosEngine
 from asynchicache.testing.chaos.promises import DurabilityOracle
 from asynchicache.testing.chaos.recency import RecencyOracle
-from asynchicache.testing.chaos.script import ChaosClient, ClientTurn, Life, ModelShape, Script, ScriptEvent
+from asynchicache.testing.chaos.script import ChaosClient, ClientTurn, Life, Script, ScriptEvent
 from asynchicache.testing.chaos.steady import SteadyTraffic
 from asynchicache.testing.chaos.storage import ChaosStorage
 from asynchicache.testing.chaos.store import ChaosStore
@@ -38,7 +39,7 @@ _CLOSE_SECONDS = 0.5
 
 def life_limits(life: Life) -> PoolLimits:
     """Storage limits that tolerate many slow queries in a row, which are no fault."""
-    deadline = 0.01 + 20 * life.storage.exists
+    deadline = 0.01 + 20 * life.storage.exists + 500 * life.link.page_seconds
     return PoolLimits(deadline=deadline, cooldown=0.01, closing=0.005, clearing=0.005)
 
 
@@ -77,26 +78,13 @@ def life_config(life: Life, *, tails: bool = False) -> CacheConfig:
     )
 
 
-def page_identity(life: Life, model: ModelShape) -> Callable[[str], str]:
-    """Return a function of the pool that tells this cache's pages from those of other caches.
-
-    It uses the options only, not the library's fingerprint of them, which may be wrong.
-    """
-    replicated = {pool.name for pool in model.spec().pools if pool.replicated}
-
-    def identity(pool: str) -> str:
-        shard = "all" if pool in replicated else f"{life.rank} of {life.ranks}"
-        return f"{life.weights}/{life.salt}/{shard}/"
-
-    return identity
-
-
 async def run_lives(world: SeededWorld, script: Script, ledger: Ledger) -> None:
     """Run a script to its end, and record violations in `ledger`."""
     store = ChaosStore(script.capacity)
     promises = DurabilityOracle(store, ledger)
     recency = RecencyOracle(store, ledger) if script.capacity is not None else None
     page_tokens = PageTokens(script.model.page_size) if script.tails else None
+    names = PageNames(script.model.page_size, ledger)
     begin = partial(
         _LifeRun,
         world,
@@ -106,6 +94,7 @@ async def run_lives(world: SeededWorld, script: Script, ledger: Ledger) -> None:
         store=store,
         ledger=ledger,
         page_tokens=page_tokens,
+        names=names,
     )
     if script.together:
         async with asyncio.TaskGroup() as group:
@@ -132,17 +121,21 @@ class _LifeRun:
         store: ChaosStore,
         ledger: Ledger,
         page_tokens: PageTokens | None,
+        names: PageNames,
     ) -> None:
         self._world = world
         self._page_tokens = page_tokens
         self._life = life
-        self._spec = script.model.spec()
-        self._identity = page_identity(life, script.model)
+        self._model = script.model
+        self._spec = script.model.spec(life.dtype)
+        self._names = names
+        self._weights = life.weights
         self._ledger = ledger
         self._draws = FaultDraws(world.random, ledger.faults)
         self._device = ChaosDevice(world.loop, world.loop.random, life.device, self._draws)
-        host = HostOracle(self._spec, life.layout, self._identity, page_tokens)
-        self._storage = ChaosStorage(store, life.storage, host, self._draws, ledger, life_limits(life))
+        self._storage = ChaosStorage(
+            store, life.storage, self._host_pages, self._draws, ledger, life_limits(life), life.link
+        )
         self._recency = recency
         self._paged: PagedMemory | None = None
         self._restarts: list[asyncio.Task[None]] = []
@@ -159,16 +152,10 @@ class _LifeRun:
                         self._ledger.violations.append("a cache was opened without its memory")
         async with self._open() as cache:
             inside = CacheInternals(cache)
-            paged = self._paged
-            oracle = (
-                ByteOracle(self._spec, cache.device_tensor, self._identity, self._page_tokens)
-                if paged is None
-                else paged.oracle
-            )
             inside.poison_freed()
             inside.copy_in_groups(self._life.group_bytes)
             self._device.memory = inside.memory
-            engine = self._engine(cache, oracle)
+            engine = self._engine(cache)
             with engine.hits.watching():
                 with (
                     inside.watching_failed_copies(),
@@ -182,7 +169,7 @@ class _LifeRun:
                     if engine.hits.recency is not None:
                         engine.hits.recency.restarted()  # what was not told by now never will be
                     self._storage.cut_off()
-                if engine.closing:
+                if engine.closing or self._life.dirty:
                     inside.stop_poisoning()
                 else:
                     await self._settle(engine, inside)
@@ -190,19 +177,33 @@ class _LifeRun:
                 engine.hits.recency.restarted()
         await self._end(tasks)
 
-    def _engine(self, cache: HybridCache, oracle: ByteOracle) -> ChaosEngine:
-        life = self._life
-        identity = (life.weights, life.salt, life.rank, life.ranks, life.layout)
+    @property
+    def _identity(self) -> Callable[[str], str]:
+        return page_identity(self._life, self._model, self._weights)
+
+    def _host_pages(self) -> HostPages:
+        """What belongs in host pages with the present weights."""
+        oracle = HostOracle(self._spec, self._life.layout, self._identity, self._page_tokens)
+        return HostPages(oracle, self._identity, self._names)
+
+    def _engine(self, cache: HybridCache) -> ChaosEngine:
+        life, paged = self._life, self._paged
+        tensor = cache.device_tensor if paged is None else paged.tensor
+
+        def oracle() -> ByteOracle:
+            return ByteOracle(self._spec, tensor, self._identity, self._page_tokens)
+
         kind = ChaosEngine if self._paged is None else PagedChaosEngine
         engine = kind(
             cache,
             self._device,
             oracle,
+            self._names,
             self._draws,
             self._ledger,
             self._hit_oracle,
             self._promises,
-            identity,
+            lambda: (self._weights, life.salt, life.dtype, life.rank, life.ranks, life.layout),
         )
         if isinstance(engine, PagedChaosEngine) and self._paged is not None:
             engine.blocks = ChaosBlocks(self._spec, self._paged)
@@ -294,6 +295,14 @@ class _LifeRun:
             case "restart" | "lose" as how:
                 restart = storage.restart(min(event.seconds, 0.05), lose=how == "lose")
                 self._restarts.append(asyncio.create_task(restart, name=how))
+            case "weights" if self._life.weights is not None:
+                self._weights = event.weights  # from here on, what is computed is computed with them
+                engine.learn_weights()
+                engine.hits.changing = True
+                try:
+                    await cache.update_weights(event.weights)
+                finally:
+                    engine.hits.changing = False
             case "jump":
                 draws.count("clock.jump")
                 self._world.loop.skip(event.seconds)

@@ -11,7 +11,7 @@ from asynchicache.cache import Request
 from asynchicache.pools.sizing import FreeMemory, SizeOptions, plan_shared_host
 from asynchicache.specs import ModelSpec
 from asynchicache.testing.chaos.clients import ChaosEngine, Forwards, PoolSlots
-from asynchicache.testing.chaos.script import HINTS, CacheSizes, ClientTurn, Life, Pace, Script
+from asynchicache.testing.chaos.script import CacheSizes, ClientTurn, Life, Pace, Script
 from asynchicache.testing.chaos.workload import host_bytes
 from asynchicache.testing.paged import PagedMemory
 from asynchicache.transfer.ticket import Ticket
@@ -133,7 +133,7 @@ class PagedChaosEngine(ChaosEngine):
     async def serve(self, turn: ClientTurn) -> None:
         """Run one request, from match to release."""
         self.did("open")
-        request = self.cache.request(turn.prompt, namespace=turn.tenant, hint=HINTS[turn.hint])
+        request = self.request(turn)
         async with request:
             case = await self._matched(request, turn)
             tables = self.blocks.take(len(turn.prompt) + len(turn.output))
@@ -141,14 +141,15 @@ class PagedChaosEngine(ChaosEngine):
             try:
                 for pool in self.cache.spec.pools:  # whatever is not copied or computed is found
                     pages = tables[pool.slots_of or pool.name]
-                    self.write(PoolSlots(pool.name, pages, [GARBAGE] * len(pages)), None)
+                    self.write(PoolSlots(pool.name, pages, [GARBAGE] * len(pages)), None, self.oracle)
                 self.did("load")
                 whole = request.hit.tokens // self.cache.spec.page_size
                 with self.hits.loading(request, case):
                     tickets.append(request.load(into=self.blocks.named(tables, whole), after=self.stream))
+                forwards = PagedForwards(self, request, turn, tables, tickets)
                 await tickets[0].submitted()
                 self._count(request)
-                await self._run(PagedForwards(self, request, turn, tables, tickets), turn, request)
+                await self._run(forwards, turn, request)
             finally:
                 self.blocks.leave(tables, tickets)
 

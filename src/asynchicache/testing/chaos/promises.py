@@ -20,11 +20,12 @@ class DurablePrefix(NamedTuple):
 
     Attributes:
         identity: the cache options that keep its pages apart from those of other caches.
-        tenant, tokens: namespace and tokens of the prefix.
+        tenant, salt, tokens: namespace, salt and tokens of the prefix.
     """
 
     identity: object
     tenant: str | None
+    salt: str | None
     tokens: tuple[int, ...]
 
 
@@ -60,6 +61,6 @@ class DurabilityOracle:
         """Requests that the next cache with the same pages must serve first, judged by the hit oracle."""
         mine = [promise for promise in self._made if promise.identity == identity]
         return [
-            ClientTurn(prompt=(*promise.tokens, 1), tenant=promise.tenant, patience=None)
+            ClientTurn(prompt=(*promise.tokens, 1), tenant=promise.tenant, salt=promise.salt, patience=None)
             for promise in mine[-_ASKED:]
         ]

@@ -43,16 +43,16 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     key_bytes: int = 8
     state_bytes: int = 16
 
-    def spec(self) -> ModelSpec:
-        """The pools."""
+    def spec(self, dtype: str = "uint8") -> ModelSpec:
+        """The pools. `dtype`: of all tensors, one byte each."""
         odd, even = tuple(range(1, self.layers, 2)), tuple(range(0, self.layers, 2))
-        keys, local = (TensorSpec("keys", layers, (self.key_bytes,), "uint8") for layers in (odd, even))
+        keys, local = (TensorSpec("keys", layers, (self.key_bytes,), dtype) for layers in (odd, even))
         pools = [PoolSpec("kv", (keys,), replicated=self.replicated)]
         if self.index:
-            index = TensorSpec("index", odd, (4,), "uint8")
+            index = TensorSpec("index", odd, (4,), dtype)
             pools.append(PoolSpec("dsa", (index,), slots_of="kv", replicated=self.replicated))
         if self.states:
-            state = TensorSpec("recurrent", tuple(range(self.layers)), (self.state_bytes,), "uint8")
+            state = TensorSpec("recurrent", tuple(range(self.layers)), (self.state_bytes,), dtype)
             pools.append(PoolSpec("mamba", (state,), coverage=trailing_pages(1), per_token=False))
         if self.window:
             pools.append(PoolSpec("swa", (local,), coverage=trailing_pages(self.window)))
@@ -102,7 +102,7 @@ class ClientTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         prompt, output: token ids.
-        tenant: the namespace; None for none.
+        tenant, salt: the namespace, and the request's own salt; None for none.
         wait: seconds before it.
         patience: seconds to wait for storage; 0 skips the prefetch, None waits for its end.
         rest: seconds to release the match before loading; None keeps it.
@@ -115,11 +115,13 @@ class ClientTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         away: seconds until it goes on.
         leaves: end by leaving `async with`, without naming a stream that may still run.
         hint: what the client says about the request's future; one of `HINTS`.
+        least: pages that its hit must have when it is loaded.
     """
 
     prompt: tuple[int, ...]
     output: tuple[int, ...] = ()
     tenant: str | None = None
+    salt: str | None = None
     wait: float = 0.0
     patience: float | None = 0.0
     rest: float | None = None
@@ -133,6 +135,7 @@ class ClientTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     away: float = 0.0
     leaves: bool = False
     hint: str = ""
+    least: int = 0
 
 
 class ChaosClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -153,16 +156,18 @@ class ScriptEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     Attributes:
         what: `attach`, `detach`, `clear`, `flush`, `drain`, `look` (read statistics), `release` (hanging
             calls continue), `restart` (storage is down for a while), `lose` (and comes back empty), `forget`
-            (storage loses some pages), `jump` (the clock jumps).
+            (storage loses some pages), `jump` (the clock jumps), `weights` (the model has other weights).
         wait: seconds since the previous event.
         seconds: how long storage is down, or how far the clock jumps.
         share: share of its pages that storage loses.
+        weights: the version of the new weights.
     """
 
     what: str
     wait: float = 0.0
     seconds: float = 0.0
     share: float = 0.0
+    weights: str = ""
 
 
 class Steady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -208,6 +213,20 @@ class StorageFaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     exists: float = 0.0
 
 
+class StorageLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How fast storage is, and how many calls it takes at once. None of it is a fault.
+
+    Attributes:
+        page_seconds: time that a page's bytes take on a wire that the reads and writes of all pools share.
+            Questions do not need it.
+        concurrency, batch_pages: of the engine's capabilities; 0: the defaults.
+    """
+
+    page_seconds: float = 0.0
+    concurrency: int = 0
+    batch_pages: int = 0
+
+
 class DeviceFaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Faults of copies: probabilities from 0 to 1, or the number of the affected copy.
 
@@ -236,6 +255,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         sizes: slots by pool.
         weights: the weight version; None: the cache has no storage.
         salt: the cache's salt.
+        dtype: of all tensors.
         rank, ranks: the part of the model that the cache holds.
         clients, events: requests and concurrent events.
         close: seconds after which the cache is closed regardless; None: when the clients are done.
@@ -251,6 +271,8 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         paged: an engine owns the device memory; see `chaos.paged`.
         shared: bytes of host memory that all pools share; 0: each has the host slots of `sizes`.
         split: share of the reads from storage whose first pages are computed meanwhile.
+        link: the speed of storage.
+        dirty: the cache is closed as it is when its clients are done, without `drain` or `flush`.
     """
 
     sizes: dict[str, CacheSizes]
@@ -258,6 +280,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     events: tuple[ScriptEvent, ...] = ()
     weights: str | None = "w0"
     salt: str = ""
+    dtype: str = "uint8"
     rank: int = 0
     ranks: int = 1
     layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT
@@ -280,6 +303,8 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     paged: bool = False
     shared: int = 0
     split: float = 0.0
+    link: StorageLink = StorageLink()
+    dirty: bool = False
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

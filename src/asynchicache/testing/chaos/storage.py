@@ -4,8 +4,9 @@ oracles know when there was no fault."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from asynchicache.backends.memory import MemoryBackend, MemoryEngine
 from asynchicache.cache import HybridCache
@@ -13,15 +14,15 @@ from asynchicache.controller.controller import HybridCacheController
 from asynchicache.hashing import ObjectKey
 from asynchicache.storage.breaker import BreakerState
 from asynchicache.storage.limits import PoolLimits
-from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend, touch_of
+from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine, StorageBackend, touch_of
 from asynchicache.testing.chaos.calls import Call, Calls
 from asynchicache.testing.chaos.faults import SLOWER, FaultDraws
+from asynchicache.testing.chaos.identity import HostPages
 from asynchicache.testing.chaos.inside import marked_stored
 from asynchicache.testing.chaos.ledger import Ledger
-from asynchicache.testing.chaos.script import StorageFaults
+from asynchicache.testing.chaos.script import StorageFaults, StorageLink
 from asynchicache.testing.chaos.store import ChaosStore
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
-from asynchicache.testing.oracle import HostOracle
 from asynchicache.types import Outcome
 
 CALL_SECONDS = 5e-4
@@ -57,10 +58,11 @@ class ChaosStorage:
         self,
         store: ChaosStore,
         faults: StorageFaults,
-        oracle: HostOracle,
+        pages: Callable[[], HostPages],
         draws: FaultDraws,
         ledger: Ledger,
         limits: PoolLimits,
+        link: StorageLink,
     ) -> None:
         self.store = store
         self.calls = Calls(asyncio.get_running_loop().time)
@@ -71,10 +73,12 @@ class ChaosStorage:
         self._rates = FaultRates(
             **{name: getattr(faults, name) for name in StorageFaults.__struct_fields__ if name not in _SPEEDS}
         )
-        self._witness = VerifyingBackend(store, oracle, ledger)
+        self._witness = VerifyingBackend(store, pages, ledger)
         self._faulty = Faulty(self._witness, self._rates, draws.chance, late_seconds=0.03)
         slow = Latency(self._faulty, CALL_SECONDS, sleep=self._sleep)
-        self.backend = TrackedBackend(slow, self.calls, self._look, self._question)
+        self._link = link
+        self._wire = asyncio.Lock()
+        self.backend = TrackedBackend(slow, self.calls, self)
         self._seen = 0
         self._troubled = -1.0
         self._cut = False
@@ -83,10 +87,30 @@ class ChaosStorage:
         slower = SLOWER if self._draws.occurs("storage.stall", self._stall) else 1
         await asyncio.sleep(self._draws.chance.expovariate(1 / (mean_seconds * slower)))
 
-    async def _question(self) -> None:
+    async def question(self) -> None:
         """Wait for the extra latency of a query."""
         if self._exists:
             await asyncio.sleep(self._exists)
+
+    @property
+    def queues(self) -> bool:
+        """Whether reads and writes wait for each other."""
+        return self._link != StorageLink()
+
+    async def carry(self, pages: int) -> None:
+        """Wait until the bytes of some pages have gone over the wire, behind those that came first."""
+        if self._link.page_seconds:
+            async with self._wire:
+                await asyncio.sleep(pages * self._link.page_seconds)
+
+    def capabilities(self, own: Capabilities) -> Capabilities:
+        """Those of an engine over the link."""
+        link = self._link
+        return replace(
+            own,
+            concurrency=link.concurrency or own.concurrency,
+            batch_pages=link.batch_pages or own.batch_pages,
+        )
 
     # Stored pages and past faults
 
@@ -120,7 +144,7 @@ class ChaosStorage:
     def calm_since(self, moment: float, controller: HybridCacheController) -> bool:
         """Whether storage had no fault since `moment` and earlier faults are over: since then the cache made
         all calls, and each was answered in time and correctly."""
-        self._look()
+        self.look()
         stored = controller.storage
         if not stored or self._faulty.injected["swap"] or controller.storage_writer.clearing:
             return False
@@ -150,10 +174,10 @@ class ChaosStorage:
 
     def never_troubled(self) -> bool:
         """Whether storage never had a fault."""
-        self._look()
+        self.look()
         return not self._seen
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Record faults since the last look, and ongoing ones."""
         counted = self._draws.counted
         seen = sum(self._faulty.injected.values()) + sum(counted[kind] for kind in _TROUBLE)
@@ -201,19 +225,11 @@ class ChaosStorage:
 class TrackedBackend:
     """A backend that records its calls, and counts callers that stop waiting before a call ends."""
 
-    def __init__(
-        self,
-        backend: StorageBackend,
-        calls: Calls,
-        look: Callable[[], object],
-        question: Callable[[], Awaitable[object]],
-    ) -> None:
-        """`look`: called before and after each call; `question`: awaited by each `exists`."""
+    def __init__(self, backend: StorageBackend, calls: Calls, storage: ChaosStorage) -> None:
         self.name = backend.name
         self._backend = backend
         self.calls = calls
-        self.look = look
-        self.question = question
+        self.storage = storage
         self.aclose = backend.aclose
 
     async def open_pool(self, binding: PoolBinding) -> PoolEngine:
@@ -225,7 +241,8 @@ class _WatchedCalls:
         self._engine = engine
         self._pool = pool
         self._watched = watched
-        self.capabilities = engine.capabilities
+        self._storage = watched.storage
+        self.capabilities = watched.storage.capabilities(engine.capabilities)
         self.delete = engine.delete
         self.clear = engine.clear
         self.touch = touch_of(engine)
@@ -233,31 +250,33 @@ class _WatchedCalls:
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         with self._running("exists", keys) as call:
-            await self._watched.question()
+            await self._storage.question()
             answer = await self._engine.exists(keys)
         self._watched.calls.answered(call, [bool(there) for there in answer])
         return answer
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         with self._running("get", keys) as call, self._noticing():
+            await self._storage.carry(len(keys))
             outcomes = await self._engine.get(keys, slots)
         self._watched.calls.answered(call, outcomes)
         return outcomes
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         with self._running("put", keys) as call, self._noticing():
+            await self._storage.carry(len(keys))
             outcomes = await self._engine.put(keys, slots)
         self._watched.calls.answered(call, outcomes)
         return outcomes
 
     @contextmanager
     def _running(self, verb: str, keys: Sequence[ObjectKey]) -> Iterator[Call]:
-        self._watched.look()
+        self._storage.look()
         try:
             with self._watched.calls.running(verb, self._pool, [key.digest for key in keys]) as call:
                 yield call
         finally:
-            self._watched.look()
+            self._storage.look()
 
     @contextmanager
     def _noticing(self) -> Iterator[None]:
@@ -275,18 +294,19 @@ class VerifyingBackend:
         bindings: bindings of the opened pools, by name.
     """
 
-    def __init__(self, store: ChaosStore, oracle: HostOracle, ledger: Ledger) -> None:
+    def __init__(self, store: ChaosStore, pages: Callable[[], HostPages], ledger: Ledger) -> None:
+        """`pages`: what belongs in the pages of pools that are opened now."""
         self._store = store
         self._backend = MemoryBackend(store)
         self.name = f"watched-{self._backend.name}"
-        self._oracle = oracle
+        self._pages = pages
         self._ledger = ledger
         self.bindings: dict[str, PoolBinding] = {}
 
     async def open_pool(self, binding: PoolBinding) -> PoolEngine:
         self.bindings[binding.pool] = binding
         engine = await self._backend.open_pool(binding)
-        return _VerifyingEngine(engine, binding, self._store, self._oracle, self._ledger)
+        return _VerifyingEngine(engine, binding, self._store, self._pages(), self._ledger)
 
     async def aclose(self) -> None:
         await self._backend.aclose()
@@ -298,13 +318,13 @@ class _VerifyingEngine:
         engine: MemoryEngine,
         binding: PoolBinding,
         store: ChaosStore,
-        oracle: HostOracle,
+        pages: HostPages,
         ledger: Ledger,
     ) -> None:
         self._engine = engine
         self._binding = binding
         self._store = store
-        self._oracle = oracle
+        self._pages = pages
         self._ledger = ledger
         self.capabilities = engine.capabilities
         self.exists = engine.exists
@@ -321,7 +341,7 @@ class _VerifyingEngine:
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         binding = self._binding
         for key, slot in zip(keys, slots, strict=True):
-            if not self._oracle.holds(binding.pool, binding.page(slot), key.digest):
+            if not self._pages.put(binding.pool, binding.page(slot), key):
                 self._ledger.violations.append(
                     f"wrong bytes: host slot {slot} of {binding.pool!r} goes to storage as another page"
                 )

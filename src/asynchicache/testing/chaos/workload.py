@@ -14,6 +14,7 @@ import msgspec
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.sizing import slot_cost
 from asynchicache.specs import ModelSpec
+from asynchicache.testing.chaos.edges import EDGES
 from asynchicache.testing.chaos.script import (
     HINTS,
     CacheSizes,
@@ -46,7 +47,7 @@ LONGEST = 12
 """Pages of the longest sequence."""
 
 _FIRST_WAVES, _SEEDS_A_WAVE = 200, 20
-"""From which seed on, and how often, a script is about waves of requests."""
+"""From which seed on, and how often, a script is about waves of requests, or about one of `EDGES`."""
 
 _SUSPENDING_SEEDS = 5
 """One of so many seeds has requests that are suspended."""
@@ -80,6 +81,11 @@ _EVENTS = (
 
 def draw_script(seed: int) -> Script:
     """The script of a seed; the same on every machine."""
+    if seed >= _FIRST_WAVES and (edge := EDGES.get(seed % _SEEDS_A_WAVE)) is not None:
+        chance = random.Random(f"edge {seed}")
+        model = draw_model(chance)
+        # With pages of one token, every prompt is whole pages, and has its state a page too late.
+        return edge(chance, seed, msgspec.structs.replace(model, page_size=max(model.page_size, 2)))
     script = _draw(seed)
     if seed % _TAIL_SEEDS in (2, 3) and not _is_long(script):
         script = _with_tails(script)
