@@ -6,7 +6,8 @@ Most are bugs that caches of this kind have had, or that this one had before its
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +16,7 @@ from asynchicache.controller.executor import Executor
 from asynchicache.controller.prefetch import Prefetcher
 from asynchicache.controller.request import Request
 from asynchicache.controller.storage_writer import StorageWriter
-from asynchicache.hashing import page_digests, pool_fingerprint
+from asynchicache.hashing import namespace_seed, page_digests, pool_fingerprint
 from asynchicache.planner import state
 from asynchicache.planner.activity import Activity
 from asynchicache.planner.backup import BackupPlanner
@@ -272,6 +273,34 @@ def fingerprint_without_weight_version(patch: Patch) -> None:
         return pool_fingerprint(**parts | {"weight_version": ""})
 
     patch.setattr("asynchicache.parts.pool_fingerprint", same)
+
+
+@bug
+def salt_of_requests_ignored(patch: Patch) -> None:
+    patch.setattr("asynchicache.controller.namespaces.namespace_seed", lambda name, _: namespace_seed(name))
+
+
+@bug
+def fingerprint_without_layout_and_type(patch: Patch) -> None:
+    def same(**parts: Any) -> bytes:
+        return pool_fingerprint(**parts | {"layout": ""})
+
+    patch.setattr("asynchicache.parts.pool_fingerprint", same)
+
+
+@bug
+def requests_publish_while_weights_change(patch: Patch) -> None:
+    @contextmanager
+    def only_reset(self: Planner) -> Iterator[None]:
+        self.reset()
+        yield
+
+    patch.setattr(Planner, "changing_weights", only_reset)
+
+
+@bug
+def old_weights_stay_in_memory(patch: Patch) -> None:
+    patch.setattr(UnifiedRadixTree, "reset", nothing)
 
 
 @bug
@@ -614,6 +643,11 @@ def leaving_waits_for_no_stream_that_is_not_named(patch: Patch) -> None:
 def waits_for_a_moment_when_nothing_is_in_flight(patch: Patch) -> None:
     running = Activity.running
     patch.setattr(Activity, "running", lambda self, until=None: running(self))
+
+
+@bug
+def selective_forgets_what_was_evicted(patch: Patch) -> None:
+    patch.setattr(BackupPlanner, "count_seen", nothing)
 
 
 @bug

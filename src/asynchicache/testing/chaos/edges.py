@@ -192,7 +192,9 @@ def draw_deadline(chance: random.Random, seed: int, model: ModelShape) -> Script
 
 EDGES: dict[int, Situation] = {
     1: draw_identities,
+    3: draw_larger_than_host,
     7: draw_questions,
+    13: draw_neighbour,
     17: draw_returns,
 }
 """By the remainder of a seed, what its script is about."""
