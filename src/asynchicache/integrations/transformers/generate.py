@@ -105,7 +105,7 @@ class CachedGenerate:
         given = options.get("generation_config") or self._model.generation_config
         limit = options.get("max_time", given.max_time)
         if limit is not None:
-            yield _Deadline(limit, initial_timestamp=began)
+            yield _CallTime(limit, initial_timestamp=began)
 
     def statistics(self) -> CacheStatistics:
         """Return the statistics of the cache."""
@@ -153,7 +153,7 @@ class CachedGenerate:
                 await self._runner.publish(request, sequence, length, kept, known=known)
 
 
-class _Deadline(MaxTimeCriteria):  # type: ignore[misc]
+class _CallTime(MaxTimeCriteria):  # type: ignore[misc]
     """A class of its own, as `generate` takes a criterion of the same class for its own one."""
 
 
