@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import peft
 import pytest
 import torch
@@ -13,8 +15,10 @@ from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from asynchicache import CacheConfig, MissReason, PrefixCachedModel, UsageError
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.transformers.generate import prefix_cached
+from asynchicache.integrations.transformers.generation import Generation
 from integrations.zoo import PAGE, random_tokens, tiny_model
 
 pytestmark = [
@@ -275,3 +279,70 @@ def test_an_adapter_that_is_more_than_weights_added_later() -> None:
         model.add_adapter(INVOKED, "late")
         with pytest.raises(UsageError, match="adapter 'late' is LORA with invocation tokens"):
             cached.generate(IDS, max_new_tokens=2)
+
+
+# Weights that are named.
+
+
+def perturb(model: nn.Module) -> None:
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights.mul_(1.25)
+
+
+def named(version: str) -> CacheConfig:
+    return msgspec.structs.replace(CONFIG, weight_version=version)
+
+
+async def told(generation: Generation) -> list[int]:
+    async for _ in generation:
+        pass
+    return PROMPT + generation.token_ids
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("changes", ["by the call", "before the call"])
+async def test_requests_end_before_weights_change_and_go_on_with_the_new_ones(changes: str) -> None:
+    model, store = base(), MemoryStore()
+    expected = [plain(model)]
+    perturb(other := base())
+    expected.append(plain(other))
+    assert expected[0] != expected[1]
+    async with PrefixCachedModel.open(
+        model, config=named("1"), page_size=PAGE, storage=MemoryBackend(store)
+    ) as served:
+        running = [served.generate(PROMPT, max_new_tokens=NEW, stop_token_ids=()) for _ in range(2)]
+        await anext(aiter(running[0]))
+        if changes == "before the call":
+            await served.drain()
+            perturb(model)
+        updating = asyncio.ensure_future(
+            served.update_weights("2", (lambda: perturb(model)) if changes == "by the call" else None)
+        )
+        await asyncio.sleep(0)
+        late = served.generate(PROMPT, max_new_tokens=NEW, stop_token_ids=())
+        await updating
+        found = [await told(one) for one in (*running, late)]
+        assert found == [expected[0], expected[0], expected[1]]
+        assert late.cached_tokens == 0
+        await told(served.generate(PROMPT, max_new_tokens=NEW, stop_token_ids=()))
+        await served.drain()
+    async with PrefixCachedModel.open(
+        other, config=named("2"), page_size=PAGE, storage=MemoryBackend(store)
+    ) as served:
+        again = served.generate(PROMPT, max_new_tokens=NEW, stop_token_ids=())
+        assert await told(again) == expected[1]
+        assert again.cached_tokens == 4 * PAGE
+
+
+def test_a_cached_generate_is_told_the_name_of_its_weights() -> None:
+    model, store = base(), MemoryStore()
+    with prefix_cached(model, config=named("1"), page_size=PAGE, storage=MemoryBackend(store)) as cached:
+        cached.generate(IDS, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+        perturb(model)
+        cached.update_weights("2")
+        cached.generate(IDS, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+        assert cached.hit.tokens == 0
+    with prefix_cached(model, config=named("2"), page_size=PAGE, storage=MemoryBackend(store)) as cached:
+        found = cached.generate(IDS, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)[0].tolist()
+        assert (found, cached.hit.tokens) == (plain(model), 4 * PAGE)

@@ -77,10 +77,13 @@ def look_up(player: Player, call: dict[str, Any]) -> int:
     return found
 
 
-def serve(player: Player, name: str, blocks: int = 4, first: int = 1) -> int:
-    """Serve a prompt as vLLM does; returns the tokens that were not computed."""
+def serve(
+    player: Player, name: str, blocks: int = 4, first: int = 1, change: Callable[[], object] = lambda: None
+) -> int:
+    """Serve a prompt as vLLM does, with a change after its lookup; returns the tokens not computed."""
     call = described(name, blocks, tables=tables(blocks, first))
     hit = look_up(player, call)
+    change()
     given = [[[number, False] for number in table] for table in call["tables"]]
     player.play(call | {"call": "allocated", "tables": given, "external": hit})
     offers = [[2, call["tables"][2][-1], blocks * SIZE]]
@@ -263,6 +266,15 @@ def test_after_a_reset_nothing_of_before_is_found_in_any_process(open_player: Op
     assert [serve(player, "b", first=20), serve(player, "c", first=40)] == [0, 4 * SIZE]
     player.close()
     assert serve(open_player(), "d") == 4 * SIZE  # a new process has the weights that it was started with
+
+
+def test_what_a_request_computes_after_its_weights_changed_is_not_kept_as_before(open_player: Open) -> None:
+    """It was looked up before, and runs on: what it computes is of the new weights, or of both."""
+    player = open_player()
+    serve(player, "a", change=lambda: player.scheduler._cache._weights.changed("2"))
+    player.close()
+
+    assert serve(open_player(), "b") == 0
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -23,6 +23,7 @@ from asynchicache.integrations.serve.messages import (
     CompletionRequest,
     GenerationRequest,
     decode_request,
+    decode_weights,
 )
 from asynchicache.integrations.serve.metrics import CONTENT_TYPE, Metrics
 from asynchicache.integrations.serve.picture import PAGE, picture
@@ -62,6 +63,7 @@ def build_app(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/update_weights", WeightsEndpoint(api, bodies), methods=["POST"]),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{name:path}", endpoints.model),
             Route("/health", endpoints.health),
@@ -116,6 +118,21 @@ class GenerationEndpoint:
     ) -> None:
         answered = await self._api.answer(request, self._reply_type, send, traceparent=traceparent)
         scope[DETAIL] = str(answered)
+
+
+class WeightsEndpoint:
+    """An ASGI application: whoever has changed the model's weights says what they are called."""
+
+    def __init__(self, api: Api, bodies: Bodies) -> None:
+        self._api = api
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._bodies.room.memory() as memory:
+            body = await read_body(Request(scope, receive), self._bodies.most, memory)
+        version = decode_weights(body).weight_version
+        await self._api.model.update_weights(version)
+        await JSONResponse({"weight_version": version})(scope, receive, send)
 
 
 class InfoEndpoints:

@@ -153,6 +153,23 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
         return None
 
 
+class WeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /update_weights`."""
+
+    weight_version: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+def decode_weights(body: bytes) -> WeightsRequest:
+    """
+    Raises:
+        ApiError: the body is not JSON of this form.
+    """
+    try:
+        return msgspec.json.decode(body, type=WeightsRequest)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise _unfit(error) from error
+
+
 class CompletionRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /v1/completions`."""
 

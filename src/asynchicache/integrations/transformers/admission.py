@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from asynchicache.errors import BusyError, CapacityError, ConfigError
@@ -66,6 +68,8 @@ class PromptAdmission:
         self._tokens, self._free, self._limits = tokens, tokens, limits
         self._running: set[QueuedRequest] = set()
         self._queue: deque[QueuedRequest] = deque()
+        self._pauses = 0
+        self._idle = asyncio.Event()
 
     @property
     def running(self) -> int:
@@ -98,10 +102,25 @@ class PromptAdmission:
             )
         return queued
 
+    @asynccontextmanager
+    async def pause(self) -> AsyncIterator[None]:
+        """Wait until none runs; in the body of `async with` none does, and those that come are queued."""
+        self._pauses += 1
+        try:
+            while self._running:
+                self._idle.clear()
+                await self._idle.wait()
+            yield
+        finally:
+            self._pauses -= 1
+            self._advance()
+
     def left(self, queued: QueuedRequest) -> None:
         if queued in self._running:
             self._running.remove(queued)
             self._free += queued.tokens
+            if not self._running:
+                self._idle.set()
         elif queued in self._queue:
             self._queue.remove(queued)
         self._advance()
@@ -114,4 +133,6 @@ class PromptAdmission:
             queued.entered.set()
 
     def _has_room(self, queued: QueuedRequest) -> bool:
+        if self._pauses:
+            return False
         return len(self._running) < self._limits.max_running and queued.tokens <= self._free

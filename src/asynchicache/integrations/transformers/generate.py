@@ -107,6 +107,20 @@ class CachedGenerate:
         if limit is not None:
             yield _CallTime(limit, initial_timestamp=began)
 
+    def update_weights(self, version: str) -> None:
+        """Say what the weights are called that the model has now: see `HybridCache.update_weights`.
+
+        Weights that change without this call are noticed, and their pages found by this process only.
+
+        Args:
+            version: the new `weight_version`.
+
+        Raises:
+            ConfigError, StorageError, ClosedError: as `HybridCache.update_weights`.
+        """
+        with self._one_at_a_time:
+            self._bridge.call(self._cache.update_weights(version))
+
     def statistics(self) -> CacheStatistics:
         """Return the statistics of the cache."""
         return self._bridge.call(self._read_statistics())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Self
@@ -208,6 +208,28 @@ class PrefixCachedModel:
         self._tasks.add(job.task)
         job.task.add_done_callback(partial(self._ended, job, queued))
         return Generation(job)
+
+    async def update_weights(self, version: str, change: Callable[[], object] | None = None) -> None:
+        """Go on with other weights, which other processes know by a name: see `HybridCache.update_weights`.
+
+        Running requests end first; those that come meanwhile wait. Weights that change without this call are
+        noticed, and their pages found by this process only.
+
+        Args:
+            version: the new `weight_version`.
+            change: puts the weights into the model; runs on its thread. Default: they are there. On other
+                ranks of a group they must be.
+
+        Raises:
+            ConfigError, StorageError: as `HybridCache.update_weights`.
+            ClosedError: the model is closed.
+        """
+        async with self._admission.pause():
+            if self._closed:
+                raise ClosedError("the model is closed: update weights inside `async with`")
+            if change is not None:
+                await self._runner.context.calls.here(change)
+            await self.cache.update_weights(version)
 
     async def drain(self) -> None:
         """Wait until no request is running or queued and published pages are written. Stays usable."""
