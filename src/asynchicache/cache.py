@@ -25,7 +25,7 @@ from asynchicache.controller.request import Hit, Request
 from asynchicache.controller.statistics import CacheStatistics, GroupStatistics, Occupancy, collect_statistics
 from asynchicache.controller.storage_pools import StoragePools
 from asynchicache.controller.tasks import OwnedTasks, shielded
-from asynchicache.errors import ClosedError, ConfigError, InvalidTokensError, UsageError
+from asynchicache.errors import ClosedError, ConfigError, InvalidTokensError, StorageError, UsageError
 from asynchicache.events import PagesStored
 from asynchicache.openings import Opening, caller
 from asynchicache.parts import attach_storage, free_memory, open_device
@@ -136,7 +136,8 @@ class RequestTracer(Tracer, Protocol):
 class HybridCache:
     """Caches the pages and states of a hybrid model in device memory, host memory and storage.
 
-    Made by `open`; confined to the loop that opened it.
+    Made by `open`; confined to the loop that opened it: from another one, `request` and every coroutine raise
+    `UsageError`.
     """
 
     def __init__(
@@ -221,6 +222,7 @@ class HybridCache:
 
         Runs to its end even if the caller is cancelled. Requests that are still open are logged.
         """
+        self._controller.executor.loop.check()
         await shielded(self._close_once())
 
     async def _close_once(self) -> None:
@@ -429,6 +431,7 @@ class HybridCache:
         Raises:
             ClosedError: the cache is closed before that.
         """
+        self._controller.executor.loop.check()
         await asyncio.sleep(0)  # a cancellation point even if there is nothing to wait for
         await self._controller.executor.settled()
 
@@ -479,6 +482,7 @@ class HybridCache:
             with suppress(TimeoutError):  # what is left can reach neither the tree nor storage
                 async with asyncio.timeout(self.config.close_seconds):
                     await controller.executor.settled()
+            controller.executor.check_open()
             controller.storage_writer.forget_uses()
             controller.planner.reset()  # also what was published or read meanwhile
             self.config = msgspec.structs.replace(self.config, weight_version=version)
@@ -524,8 +528,13 @@ class HybridCache:
 
     async def _attach(self, config: CacheConfig, given: StorageBackend | None) -> None:
         parts = self._parts
-        with self._controller.executor.busy():  # closing the cache waits for this
-            attachment = await attach_storage(self.spec, config, parts.hosts, given, parts.port)
+        self._controller.executor.check_open()
+        with self._controller.executor.busy():  # closing the cache waits for this, for `close_seconds`
+            try:
+                attachment = await attach_storage(self.spec, config, parts.hosts, given, parts.port)
+            except StorageError:
+                self._controller.executor.check_open()
+                raise
             try:
                 self._controller.executor.check_open()
                 self._controller.storage_writer.attach(attachment)
@@ -540,6 +549,7 @@ class HybridCache:
         Requests continue, and miss its pages. Waits for calls in flight, up to the `closing` limit of
         `storage_limits`. `durable` returns False.
         """
+        self._controller.executor.loop.check()
         return await shielded(self._controller.storage_writer.detach())
 
     async def clear_storage(self) -> int:
@@ -597,6 +607,7 @@ class HybridCache:
         Args:
             idle: as for `verify`.
         """
+        self._controller.executor.loop.check()
         found, group = self.verify(idle=idle), self._parts.group
         if group is not None:
             found += await group.verify(self._controller.planner.state.free_slots(), idle=idle)

@@ -40,3 +40,31 @@ def test_only_the_top_of_a_large_tree_is_visited() -> None:
     with patch.object(outlines, "LOOKED_AT", 25):
         assert len(outline([root], 100)) == 25
     assert outline([], 5) == []
+
+
+class Counted(dict[bytes, Node]):
+    """Children that count how many of them were looked at."""
+
+    def values(self):
+        for node in super().values():
+            seen.append(node)
+            yield node
+
+
+seen: list[Node] = []
+
+
+def test_what_is_not_visited_is_not_looked_at() -> None:
+    """A root with a million prompts, or a million namespaces, costs no more than the top of the tree."""
+    seen.clear()
+    roots = []
+    for _ in range(200):
+        roots.append(root := Node(None, b"", b"", 0, 1))
+        root.children = Counted()
+        for number in range(200):
+            add_child(root, number).children = Counted()
+    with patch.object(outlines, "LOOKED_AT", 25):
+        assert len(outline(roots, 100)) == 25
+        assert len(seen) <= 25
+        assert len(outline(iter(roots[:1]), 100)) == 25
+    assert len(seen) <= 50

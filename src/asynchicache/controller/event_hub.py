@@ -8,6 +8,7 @@ from typing import Self
 from weakref import WeakSet
 
 from asynchicache.controller.namespaces import Namespaces
+from asynchicache.controller.tasks import OneLoop
 from asynchicache.controller.tree_events import TreeEvents
 from asynchicache.errors import ConfigError
 from asynchicache.events import CacheEvent, EventsDropped, PagesStored
@@ -35,6 +36,7 @@ class EventSubscription:
         self._queue: deque[CacheEvent] = deque()
         self._lost = 0
         self._news = asyncio.Event()
+        self._loop = OneLoop("the subscription")
         self._closed = False
 
     @property
@@ -63,6 +65,7 @@ class EventSubscription:
 
     async def wait(self) -> bool:
         """Wait until there is something to `take`; False if closed and empty."""
+        self._loop.check()
         while not self._queue and not self._closed:
             self._news.clear()
             await self._news.wait()

@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from asynchicache.controller.tasks import OwnedTasks
+from asynchicache.controller.tasks import OneLoop, OwnedTasks
 from asynchicache.errors import ClosedError, CopyEndedError
 from asynchicache.planner.actions import Copy, begin_span
 from asynchicache.planner.planner import Planner
-from asynchicache.streams.base import Device, Event, Stream
+from asynchicache.streams.base import Device, Event, Stream, check_stream
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.tracing import Tracer
 from asynchicache.transfer.plan import CacheOperation, Direction
@@ -37,6 +37,7 @@ class Executor:
         on_backed_up: called with the end of a path whose pages have reached the host, and the `Activity`
             period of the backup.
         closing: requests are refused; work in flight continues.
+        loop: where the cache was opened.
         stopped: no new work follows from work still in flight.
     """
 
@@ -55,6 +56,7 @@ class Executor:
         self.on_backed_up: Callable[[Node, int | None], None] = lambda node, period: None
         self.closing = False
         self.stopped = False
+        self.loop = OneLoop("the cache")
         self._planner = planner
         self._device = device
         self._reactor = reactor
@@ -133,6 +135,14 @@ class Executor:
             self.run(self._planner.backups.backup(node, period=copy.period))
 
     # Streams
+
+    def check_stream(self, stream: Stream | None) -> None:
+        """
+        Raises:
+            UsageError: the stream is not one of the cache's device.
+        """
+        if stream is not None:
+            check_stream(self._device, stream)
 
     def order_after(self, stream: Stream) -> None:
         """Order later copies that read device memory after the work already enqueued on `stream`.
@@ -256,7 +266,9 @@ class Executor:
         """
         Raises:
             ClosedError: the cache is closing or closed.
+            UsageError: another event loop runs than that of the cache.
         """
+        self.loop.check()
         if self.closing:
             raise ClosedError("the cache is closed")
 
@@ -266,6 +278,7 @@ class Executor:
         Raises:
             ClosedError: the cache is closing, or was closed meanwhile.
         """
+        self.loop.check()
         await asyncio.sleep(0)
         self.check_open()
 

@@ -17,6 +17,7 @@ from asynchicache.planner.hints import NO_HINT
 from asynchicache.planner.request_state import RequestState
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.plan import Direction
+from asynchicache.transfer.record import OnWait
 from asynchicache.transfer.ticket import Ticket, done_ticket
 from asynchicache.tree.node import FULL
 from asynchicache.types import KEY_WORDS, MissReason, Tier, as_count, key_array, token_array
@@ -118,6 +119,7 @@ class Request:
         """
         if not self._executor.copies_here:
             raise UsageError("run_on(): the copies of this cache run elsewhere, where no stream is known")
+        self._executor.check_stream(stream)
         self._stream = stream
         return self
 
@@ -130,7 +132,11 @@ class Request:
 
         Args:
             after: one more stream that may still read or write the request's slots.
+
+        Raises:
+            UsageError: `after` is not a stream of the cache's device; the request stays open.
         """
+        self._executor.check_stream(after)
         state, self._state, self._closed = self._state, None, True
         if state is not None:
             self._free(state, after)
@@ -396,7 +402,7 @@ class Request:
         self._controller.storage_writer.use(end)
         if counted and not state.resumed:
             self._controller.count_served(state)
-        ticket = self._executor.run(copies, state.runs_on, after=after)
+        ticket = self._executor.run(copies, self._on_wait(state), after=after)
         assert ticket is not None, "a load has a copy, if an empty one"
         return ticket
 
@@ -420,6 +426,7 @@ class Request:
             raise UsageError(f"{verb}({name}=...) is for a cache whose device memory an engine owns")
         if host_only and after is not None and not self._executor.copies_here:
             raise UsageError(f"{verb}(after=...): the copies run elsewhere, where this stream is not known")
+        self._executor.check_stream(after)
 
     def extend(self, tokens: int) -> dict[str, list[int]]:
         """Allocate room for `tokens` more tokens after the restored and extended ones; evicts if necessary.
@@ -513,6 +520,7 @@ class Request:
             RequestStateError: before `load`, or `length` is out of range.
         """
         self._check_own_device("advance")
+        self._executor.check_stream(after)
         state, length = self._unfinished(), as_count("advance", length)
         if not 0 <= length <= state.reserved:
             raise RequestStateError(f"length {length} is outside 0..{state.reserved}, the room it has")
@@ -520,6 +528,14 @@ class Request:
         if after is not None:
             state.runs_on(after)
         self._retire(state, length, after)
+
+    def _on_wait(self, state: RequestState) -> OnWait:
+        """What a ticket calls with each stream that one of its fences makes wait."""
+        return partial(self._waits, state)
+
+    def _waits(self, state: RequestState, stream: Stream) -> None:
+        self._executor.check_stream(stream)
+        state.runs_on(stream)
 
     def _retire(self, state: RequestState, length: int, after: Stream | None) -> None:
         """Free the pages before the windows, after the work enqueued on `after`."""
@@ -599,6 +615,7 @@ class Request:
             RequestStateError: as of `checkpoint`, or `length` is not a whole number of pages.
         """
         self._check_own_device("snapshot")
+        self._executor.check_stream(after)
         state, length = self._checked("snapshot", length)
         size = self._planner.state.page_size
         if length % size:
@@ -695,8 +712,8 @@ class Request:
         )
         state.finished = final
         self._order_after(state, after)
-        ticket = self._executor.run(copies, state.runs_on)
-        return ticket or done_ticket(self._planner.state.spec.layers, state.runs_on)
+        ticket = self._executor.run(copies, self._on_wait(state))
+        return ticket or done_ticket(self._planner.state.spec.layers, self._on_wait(state))
 
     def _publishes(self, state: RequestState) -> bool:
         """Whether checkpoints are published: the device is well, the weights are those of the match and not
@@ -711,9 +728,9 @@ class Request:
 
     def _copy_states(self, state: RequestState, copies: list[Copy]) -> Ticket:
         """Run the copies; returns the ticket of the states' copy, a done one if there is none."""
-        ticket = self._executor.run(copies, state.runs_on)
+        ticket = self._executor.run(copies, self._on_wait(state))
         if ticket is None or copies[-1].direction is not Direction.FORK:
-            return done_ticket(self._planner.state.spec.layers, state.runs_on)
+            return done_ticket(self._planner.state.spec.layers, self._on_wait(state))
         return ticket
 
     def suspend(self, length: int, *, after: Stream | None = None) -> None:
@@ -733,6 +750,7 @@ class Request:
             UsageError: an engine owns the device memory.
         """
         self._check_own_device("suspend")
+        self._executor.check_stream(after)
         before, length = self._checked("suspend", length)
         self._check_reached("suspend", before, length, states=self._uses_states(before, length, final=True))
         resumed = self._planner.reopen(before)

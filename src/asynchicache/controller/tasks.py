@@ -1,4 +1,4 @@
-"""A task group that its owner closes, and work shielded from cancellation."""
+"""The loop that an object belongs to, a task group that its owner closes, and work that is not cancelled."""
 
 from __future__ import annotations
 
@@ -7,9 +7,39 @@ import logging
 from collections.abc import Coroutine
 from typing import TypeVar
 
+from asynchicache.errors import UsageError
+
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+
+class OneLoop:
+    """The event loop that an object is confined to: the one that runs when it is made.
+
+    A future of one loop does not wake the tasks of another, so whoever awaited it there would hang.
+    """
+
+    __slots__ = ("_loop", "_what")
+
+    def __init__(self, what: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._what = what
+
+    def check(self) -> None:
+        """
+        Raises:
+            UsageError: another loop runs.
+        """
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            return  # nothing can be awaited
+        if running is not self._loop:
+            raise UsageError(
+                f"{self._what} belongs to the event loop that opened it, and another one runs: open one "
+                "here, or hand the work over with asyncio.run_coroutine_threadsafe"
+            )
 
 
 class OwnedTasks:

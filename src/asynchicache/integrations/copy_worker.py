@@ -19,7 +19,7 @@ from asynchicache.pools.shared import HostHandle, attach_pools
 from asynchicache.pools.slabs import Pinner
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import ModelSpec
-from asynchicache.streams.base import Device, Event, Stream
+from asynchicache.streams.base import Device, Event, Stream, check_stream
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.engine import TransferEngine
@@ -105,7 +105,12 @@ class CopyWorker:
         return cls(device, engine, stack)
 
     def mark(self, stream: Stream) -> Event:
-        """An event behind the work enqueued on a stream now, for `run`; from any thread."""
+        """An event behind the work enqueued on a stream now, for `run`; from any thread.
+
+        Raises:
+            UsageError: the stream is not one of `device`.
+        """
+        check_stream(self.device, stream)
         event = self.device.event()
         stream.record(event)
         return event

@@ -52,7 +52,7 @@ from asynchicache.ranks.messages import (
 from asynchicache.ranks.running import RunningOperations
 from asynchicache.ranks.sharing import HostShare
 from asynchicache.storage.limits import BatchResult
-from asynchicache.streams.base import Device, Event, Stream
+from asynchicache.streams.base import Device, Event, Stream, check_stream
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.ticket import Ticket
@@ -241,6 +241,7 @@ class RankFollower:
             raise RankError(
                 f"step {step} was applied before, or out of order: the last one was {self._applied}"
             )
+        check_stream(self._device, after)
         self._stream = after
         while self._step < step:
             self._check()

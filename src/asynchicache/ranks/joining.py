@@ -13,7 +13,7 @@ from typing import TypeVar
 from asynchicache.config import CacheConfig
 from asynchicache.controller.statistics import GroupStatistics
 from asynchicache.controller.storage_pools import StoragePools
-from asynchicache.controller.tasks import OwnedTasks
+from asynchicache.controller.tasks import OneLoop, OwnedTasks
 from asynchicache.errors import RankError, RankLostError, RankProtocolError, StorageError, UsageError
 from asynchicache.parts import rank_parts
 from asynchicache.pools.host import HostPool
@@ -132,6 +132,7 @@ class RankGroup:
         self._links: dict[int, HandshakeLink] = {}
         self._leader: RankLeader | None = None
         self._tasks = OwnedTasks()
+        self._loop = OneLoop("the group")
         self._listening: list[asyncio.Task[None]] = []
         self._broken = asyncio.Event()
         self._flushing = False
@@ -412,6 +413,7 @@ class RankGroup:
         Raises:
             UsageError: the message is not bytes, or longer than `MAX_MESSAGE`.
         """
+        self._loop.check()
         if message is None:
             return self.leader.mark()
         if not isinstance(message, bytes | bytearray | memoryview):
@@ -467,6 +469,7 @@ class RankGroup:
 
     async def failed(self) -> None:
         """Wait until the group goes on cold; once it has formed."""
+        self._loop.check()
         await self._broken.wait()
 
     def _failed(self, on_failure: Callable[[BaseException], object], error: RankError) -> None:
@@ -476,6 +479,7 @@ class RankGroup:
 
     async def aclose(self) -> None:
         """Tell the followers, and close the connections."""
+        self._loop.check()
         try:
             await self._tell_the_end()
         finally:

@@ -13,7 +13,7 @@ import torch
 
 from asynchicache.config import CacheConfig
 from asynchicache.controller.storage_pools import StoragePools
-from asynchicache.controller.tasks import OwnedTasks, shielded
+from asynchicache.controller.tasks import OneLoop, OwnedTasks, shielded
 from asynchicache.errors import CacheError, RankError, RankLostError, UsageError
 from asynchicache.parts import attach_storage, free_memory, open_device, rank_parts
 from asynchicache.pools.device import DevicePool
@@ -58,6 +58,7 @@ class RankWorker:
         self._memories = memories
         self._follower = follower
         self._ended = asyncio.Event()
+        self._loop = OneLoop("the worker")
 
     @classmethod
     @asynccontextmanager
@@ -180,6 +181,7 @@ class RankWorker:
         Raises:
             RankError: the group has failed.
         """
+        self._loop.check()
         while (step := await self._follower.next_message()) is not None:
             yield step
 
@@ -196,7 +198,9 @@ class RankWorker:
 
         Raises:
             RankError: the step was run before or is out of order, or the group has failed or is closed.
+            UsageError: `stream` is not one of this rank's device.
         """
+        self._loop.check()
         applied = await self._follower.apply(step, stream)
         try:
             yield applied
@@ -213,6 +217,7 @@ class RankWorker:
 
     async def ended(self) -> None:
         """Wait until the leader has closed the group, or is lost."""
+        self._loop.check()
         await self._ended.wait()
 
 

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
+from asynchicache.errors import UsageError
+
 
 @runtime_checkable
 class Event(Protocol):
@@ -121,8 +123,8 @@ class Device(Protocol):
         """
         ...
 
-    def owns(self, event: Event) -> bool:
-        """Whether `event` belongs to this device, so that its streams can wait for it."""
+    def owns(self, part: Event | Stream) -> bool:
+        """Whether an event or a stream belongs to this device; False for anything else, torch's own too."""
         ...
 
     def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
@@ -153,3 +155,15 @@ class Device(Protocol):
     def close(self) -> None:
         """Run what is still enqueued, then join the driver's threads."""
         ...
+
+
+def check_stream(device: Device, stream: Stream) -> None:
+    """
+    Raises:
+        UsageError: the stream is not one of the device.
+    """
+    if not device.owns(stream):
+        raise UsageError(
+            f"{stream!r} is no stream of this {device.name} device: give one that it made, "
+            "cache.device.stream(name), or wrapped, cache.device.wrap(torch's stream)"
+        )

@@ -140,8 +140,8 @@ class CudaDevice:
         """
         self._spare.append(torch_event)
 
-    def owns(self, event: Event) -> bool:
-        return isinstance(event, CudaEvent) and event.device is self
+    def owns(self, part: Event | Stream) -> bool:
+        return isinstance(part, CudaEvent | CudaStream) and part.device is self
 
     @contextmanager
     def capture(self, stream: Stream) -> Iterator[CudaGraph]:

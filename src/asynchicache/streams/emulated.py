@@ -365,8 +365,8 @@ class EmulatedDevice:
             raise RequestStateError("this thread captures a stream: make external events before that")
         return EmulatedEvent(self._machine, external)
 
-    def owns(self, event: Event) -> bool:
-        return isinstance(event, EmulatedEvent) and event.machine is self._machine
+    def owns(self, part: Event | Stream) -> bool:
+        return isinstance(part, EmulatedEvent | EmulatedStream) and part.machine is self._machine
 
     @contextmanager
     def capture(self, stream: Stream) -> Iterator[EmulatedGraph]:

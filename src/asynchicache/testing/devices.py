@@ -40,8 +40,8 @@ class LossyDevice:
     def event(self, *, external: bool = False) -> Event:
         return self._inner.event(external=external)
 
-    def owns(self, event: Event) -> bool:
-        return self._inner.owns(event)
+    def owns(self, part: Event | Stream) -> bool:
+        return self._inner.owns(part)
 
     def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
         return self._inner.capture(stream)

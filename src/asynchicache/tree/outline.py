@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
 
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, RESIDENT, Node
@@ -34,7 +35,7 @@ class PrefixOutline(NamedTuple):
     on_host: bool
 
 
-def outline(roots: Collection[Node], most: int) -> list[PrefixOutline]:
+def outline(roots: Iterable[Node], most: int) -> list[PrefixOutline]:
     """The `most` runs that are continued most often, parents before children.
 
     Visits at most `LOOKED_AT` nodes, so a large tree is not walked.
@@ -63,14 +64,16 @@ def outline(roots: Collection[Node], most: int) -> list[PrefixOutline]:
     ]
 
 
-def _visit(roots: Collection[Node]) -> tuple[list[Node], list[int]]:
+def _visit(roots: Iterable[Node]) -> tuple[list[Node], list[int]]:
     """Nodes near the roots, nearest first, and the index of each one's parent."""
     found: list[Node] = []
     parents: list[int] = []
-    waiting = deque((child, -1) for root in roots for child in root.children.values())
+    firsts = (child for root in islice(roots, LOOKED_AT) for child in root.children.values())
+    waiting = deque((child, -1) for child in islice(firsts, LOOKED_AT))
     while waiting and len(found) < LOOKED_AT:
         node, parent = waiting.popleft()
-        waiting.extend((child, len(found)) for child in node.children.values())
+        more = LOOKED_AT - len(found) - len(waiting)  # those behind would not get their turn
+        waiting.extend((child, len(found)) for child in islice(node.children.values(), max(more, 0)))
         found.append(node)
         parents.append(parent)
     return found, parents

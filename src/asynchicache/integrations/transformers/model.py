@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from asynchicache.cache import HybridCache, Request
 from asynchicache.config import CacheConfig
+from asynchicache.controller.tasks import OneLoop
 from asynchicache.errors import CapacityError, ClosedError, InvalidTokensError
 from asynchicache.integrations.transformers.admission import (
     MAX_RUNNING,
@@ -78,6 +79,7 @@ class PrefixCachedModel:
         self._closed = False
         self._stack = stack
         self._closing = asyncio.Lock()
+        self._loop = OneLoop("the model")
 
     @classmethod
     def open(
@@ -185,6 +187,7 @@ class PrefixCachedModel:
             BusyError: the queue is full.
             ClosedError: the model is closed.
         """
+        self._loop.check()
         if self._closed:
             raise ClosedError("the model is closed: generate inside `async with`")
         prompt = token_array(tokens)[:]
@@ -224,6 +227,7 @@ class PrefixCachedModel:
             ConfigError, StorageError: as `HybridCache.update_weights`.
             ClosedError: the model is closed.
         """
+        self._loop.check()
         async with self._admission.pause():
             if self._closed:
                 raise ClosedError("the model is closed: update weights inside `async with`")
@@ -233,6 +237,7 @@ class PrefixCachedModel:
 
     async def drain(self) -> None:
         """Wait until no request is running or queued and published pages are written. Stays usable."""
+        self._loop.check()
         while self._tasks:
             await asyncio.wait(self._tasks)
         await self.cache.drain()
@@ -247,6 +252,7 @@ class PrefixCachedModel:
 
     async def aclose(self) -> None:
         """Cancel running requests and close the cache; idempotent. The end of `async with` calls it."""
+        self._loop.check()
         async with self._closing, self._stack:
             await self._stop()
 

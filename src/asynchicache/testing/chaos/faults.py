@@ -135,8 +135,8 @@ class ChaosDevice:
     def event(self, *, external: bool = False) -> Event:
         return self._inner.event(external=external)
 
-    def owns(self, event: Event) -> bool:
-        return self._inner.owns(event)
+    def owns(self, part: Event | Stream) -> bool:
+        return self._inner.owns(part.inner if isinstance(part, ChaosStream) else part)
 
     def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
         return self._inner.capture(_bare(stream))
