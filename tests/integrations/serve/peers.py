@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
@@ -34,6 +34,14 @@ class Peer:
             return not await self._reader.read()
         except ConnectionError:
             return True
+
+    async def rest(self) -> bytes:
+        """All that is said until the server closes the connection."""
+        said = b""
+        with suppress(ConnectionError):
+            while more := await self._reader.read(65536):
+                said += more
+        return said
 
     def gone(self) -> bool:
         """Whether the server has closed the connection."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import suppress
 
 import pytest
@@ -51,6 +52,40 @@ async def test_connections_far_beyond_the_limit_are_closed_at_once(monkeypatch: 
         assert await last.closed()
         assert (await spare.ask("/health")).status_code == 200
         assert (await first.ask("/v1/completions", body())).status_code == 200
+
+
+BODY = json.dumps(body()).encode()
+CHUNKED = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+LENGTH = b"content-length: %d\r\n"
+NEXT = b"GET /stats HTTP/1.1\r\nhost: here\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "framing", "sent"),
+    [
+        (b"1.1", LENGTH % len(CHUNKED) + b"transfer-encoding: chunked\r\n", CHUNKED),
+        (b"1.1", b"Transfer-Encoding: Chunked\r\n" + LENGTH % len(CHUNKED), CHUNKED),
+        (b"1.1", LENGTH % 4 + b"transfer-encoding: chunked\r\n", b"0\r\n\r\n" + NEXT),
+        (b"1.1", LENGTH % 0 + b"transfer-encoding: identity\r\n", NEXT),
+        (b"1.1", LENGTH % 5 + LENGTH % 6, b"12345" + NEXT),
+        (b"1.0", b"transfer-encoding: chunked\r\n", CHUNKED),
+    ],
+    ids=["both", "the other way round", "a request inside", "no chunks", "two lengths", "HTTP/1.0"],
+)
+@pytest.mark.asyncio
+async def test_a_request_that_ends_in_two_ways_is_refused(
+    version: bytes, framing: bytes, sent: bytes
+) -> None:
+    """A proxy may believe the other one: what it takes for the next request could be of another client."""
+    head = b"POST /v1/completions HTTP/%s\r\nhost: here\r\ncontent-type: application/json\r\n" % version
+    async with running(LOADED) as server, connected(server, 2) as (wrong, right):
+        wrong.send(head + framing + b"\r\n" + sent + NEXT)
+        said = await wrong.rest()
+        assert said.startswith(b"HTTP/1.1 400")
+        assert said.count(b"HTTP/1.1") == 1, "nothing behind it is answered"
+        right.send(head.replace(b"1.0", b"1.1") + b"transfer-encoding: chunked\r\n\r\n" + CHUNKED)
+        assert (await right.answer()).status_code == 200
+        assert (await right.ask("/v1/completions", body())).status_code == 200
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nhost: "], ids=["nothing", "half"])

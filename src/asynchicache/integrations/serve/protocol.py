@@ -1,4 +1,4 @@
-"""Limits on the number of connections, and on how long a connection may take to send its request."""
+"""Limits on the number of connections, and on how long, and how framed, a request may be sent on one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,27 @@ CROWDED = "crowded"
 
 _OWED_SECONDS = 10.0
 _SPARE = 64
+_MOST_HEAD_BYTES = 64 << 10
+
+
+class OneFraming(h11.Connection):
+    """HTTP/1.1 whose requests say in one way where they end.
+
+    h11 believes Transfer-Encoding if there is a Content-Length too. A proxy in front that believes the other
+    takes the rest of a body for the next request, perhaps that of another client (RFC 9112, section 6.1).
+    """
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """
+        Raises:
+            h11.RemoteProtocolError: the request has both, or is of HTTP/1.0, which has no chunks.
+        """
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if b"transfer-encoding" in names and (b"content-length" in names or event.http_version != b"1.1"):
+                raise h11.RemoteProtocolError("Transfer-Encoding with Content-Length, or with HTTP/1.0")
+        return event
 
 
 class Connection(H11Protocol):
@@ -33,6 +54,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self.conn = OneFraming(h11.SERVER, _MOST_HEAD_BYTES)
         self._most = self.limit_concurrency or 0
         self.limit_concurrency = None
         self.deadline: asyncio.TimerHandle | None = None
