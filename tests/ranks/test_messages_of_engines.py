@@ -32,7 +32,7 @@ def in_a_group(part: Part) -> list[asyncio.Task[Steps]]:
     async def main(world: SeededWorld) -> None:
         storage = [MemoryBackend(MemoryStore()) for _ in SPECS]
         async with seeded_group(world, SPECS, CONFIG, storage) as (mirror, workers):
-            streams = [device.stream("engine") for device in (world.device() for _ in workers)]
+            streams = [worker._follower._device.stream("engine") for worker in workers]
             listening.extend(
                 asyncio.create_task(heard(worker, stream))
                 for worker, stream in zip(workers, streams, strict=True)
@@ -119,7 +119,7 @@ def test_a_forward_that_fails_fails_the_group() -> None:
     """Its pages may be half written: the leader must not publish them."""
 
     async def part(world: SeededWorld, group: RankGroup, workers: list[RankWorker]) -> None:
-        stream = world.device().stream("engine")
+        stream = workers[1]._follower._device.stream("engine")
         step = group.mark()
         with pytest.raises(ZeroDivisionError):
             async with workers[1].forward(step, stream):
