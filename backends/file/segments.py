@@ -7,6 +7,7 @@ made the same calls 5 % slower, and a page could not be written before its check
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,8 @@ _FIRST_BYTES = 1 << 20
 _LARGEST_BYTES = 256 << 20
 _MAX_MISSING = 64  # with more files missing, the one with the highest number is not ours
 ASK_AGAIN_SECONDS = 30.0
-"""How long a pool waits after the disk refused to let it grow, unless space was freed in the meantime."""
+"""How long a pool waits after the disk refused to let it grow, unless the disk was full and has room again. A
+quota cannot be asked for."""
 
 
 def segment_path(folder: Path, number: int) -> Path:
@@ -70,6 +72,7 @@ class Segments:
         self._direct = direct
         self._now = now
         self._refused_at: float | None = None
+        self._disk_full = False
         self._files: list[Segment] = []
         self._read_turns = threading.Semaphore(_LONG_READS)
         try:
@@ -89,8 +92,10 @@ class Segments:
 
     @property
     def refused(self) -> bool:
-        """The disk refused to let the pool grow less than `ASK_AGAIN_SECONDS` ago."""
-        return self._refused_at is not None and self._now() - self._refused_at < ASK_AGAIN_SECONDS
+        """The disk refused to let the pool grow less than `ASK_AGAIN_SECONDS` ago, and has no room since."""
+        if self._refused_at is None or self._now() - self._refused_at >= ASK_AGAIN_SECONDS:
+            return False
+        return not (self._disk_full and self._disk_has_room())
 
     @property
     def full(self) -> bool:
@@ -218,7 +223,14 @@ class Segments:
                 return gained
         if allowed > 0:
             self._refused_at = self._now()
+            self._disk_full = not self._disk_has_room()
         return gained
+
+    def _disk_has_room(self) -> bool:
+        """Whether the file system says that there is room for another slot."""
+        wanted = self.shape.pool_bytes(self.slots + 1) - self.shape.pool_bytes(self.slots)
+        disk = os.statvfs(self._folder)
+        return disk.f_bavail * disk.f_frsize >= wanted
 
     def shrink(self, slots: int) -> None:
         """Cut the files after the first `slots` slots; no other call may use the slots cut off.

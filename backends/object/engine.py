@@ -13,7 +13,7 @@ from obstore.store import MemoryStore, ObjectStore
 
 from asynchicache.backends.compute import over_page
 from asynchicache.backends.object.options import ObjectOptions
-from asynchicache.backends.object.stores import FAILURES, summary
+from asynchicache.backends.object.stores import FAILURES, refuses_writes, summary
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
@@ -232,7 +232,8 @@ class ObjectEngine:
                 parts = [memoryview(b"".join(parts))]  # obstore would keep our memory instead of a copy
             await obstore.put_async(self._store, page_path(key), parts, use_multipart=False)
         except FAILURES as error:
-            return self._failed("put", error)
+            failed = self._failed("put", error)
+            return Outcome.REJECTED if refuses_writes(error) else failed  # pages can still be read
         if self._known is not None:
             self._known.add(key.digest)
         return Outcome.STORED

@@ -27,6 +27,8 @@ _REFUSED = ("401 unauthorized", "403 forbidden")
 """Of a listing; that of another request has a class of its own."""
 _NO_BUCKET = ("nosuchbucket", "containernotfound")
 _NO_CREDENTIALS = ("credential", "token request")
+_FULL = ("507 insufficient storage", "quotaexceeded", "quota exceeded", "storagefull", "capacityexceeded")
+"""Status and codes of S3-compatible servers."""
 _CODE = re.compile("<Code>([A-Za-z]+)</Code>")
 """Where all three clouds say in one word what is wrong."""
 _ADDRESSES = ("endpoint", "base_url")
@@ -76,6 +78,12 @@ def _remote(options: ObjectOptions) -> ObjectStore:
 def _says_http(config: Mapping[str, str]) -> bool:
     addresses = [text for name, text in config.items() if any(word in name.lower() for word in _ADDRESSES)]
     return any(text.startswith("http://") for text in addresses)
+
+
+def refuses_writes(error: Exception) -> bool:
+    """Whether a store that works takes no more: it is full, or over a quota."""
+    words = str(error).lower()
+    return any(sign in words for sign in _FULL)
 
 
 def summary(error: Exception) -> str:

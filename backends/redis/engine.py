@@ -34,7 +34,7 @@ _FEW_PAGES = 16
 _FEW_PAGE_BYTES = 1 << 20
 """A call of no more pages, none larger, and no more than a group, does not ask first which pages are there:
 that round trip takes longer than its pages."""
-_REFUSALS = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS"})
+_REFUSALS = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS", "NOPERM"})
 """Error codes of a server that works, but takes no writes."""
 
 

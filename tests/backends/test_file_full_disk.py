@@ -38,6 +38,7 @@ class Disk:
         self.asked = 0
         self._pool = pool
         self._fallocate = os.posix_fallocate
+        self._statvfs = os.statvfs
 
     def fallocate(self, descriptor: int, offset: int, length: int) -> None:
         if f"/{self._pool}-" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
@@ -45,6 +46,12 @@ class Disk:
             if self.full:
                 raise OSError(errno.ENOSPC, "No space left on device")
         self._fallocate(descriptor, offset, length)
+
+    def statvfs(self, path: Path) -> os.statvfs_result:
+        """What a disk says that refuses for want of room, and not for a quota."""
+        found = list(self._statvfs(path))
+        found[4] = 0 if self.full else found[4]
+        return os.statvfs_result(found)
 
 
 @pytest.fixture
@@ -89,6 +96,20 @@ async def test_an_empty_pool_is_written_again_once_the_disk_has_room(tmp_path: P
 
         assert await bench.put(bench.keys(1), [0]) == [STORED]
         assert not guard.statistics().full
+
+
+@pytest.mark.asyncio
+async def test_a_full_disk_is_asked_as_soon_as_it_has_room(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", disk.statvfs)
+    async with opened(tmp_path) as (backend, _):
+        bench = await open_bench(backend)
+        assert await asks(disk, bench, 1)
+        assert not await asks(disk, bench, 1)
+        disk.full = False
+
+        assert await bench.put(bench.keys(1), [0]) == [STORED]
 
 
 @pytest.mark.asyncio

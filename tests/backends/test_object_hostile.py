@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
-CORRUPT, FAILED = Outcome.CORRUPT, Outcome.FAILED
+CORRUPT, FAILED, REJECTED = Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED
 
 
 def response(status: str, body: bytes = b"", *, length: int | None = None, head: bool = False) -> bytes:
@@ -146,6 +146,23 @@ async def test_a_put_that_fails(scheme: str, answer: bytes) -> None:
         store.lies["PUT"] = answer
 
         assert await bench.put(bench.keys(0, 7), [0, 5]) == [EXISTS, FAILED]
+
+        await recovers(store, bench)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        response("507 Insufficient Storage"),
+        response("403 Forbidden", b"<?xml version='1.0'?><Error><Code>QuotaExceeded</Code></Error>"),
+    ],
+)
+async def test_a_full_store_refuses_and_is_read(scheme: str, answer: bytes) -> None:
+    async with scene(scheme) as (store, bench):
+        store.lies["PUT"] = answer
+
+        assert await bench.put(bench.keys(0, 7), [0, 5]) == [EXISTS, REJECTED]
+        assert await bench.get(bench.keys(0), [6]) == [HIT]
 
         await recovers(store, bench)
 

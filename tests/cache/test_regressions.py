@@ -184,8 +184,11 @@ async def test_requests_that_wait_for_each_other_are_told():
         second = await _opened(cache, PROMPT[5:35], 16)
         waiting = asyncio.create_task(first.reserve(8))
         await asyncio.sleep(0)
-        with pytest.raises(CapacityError, match="kv device slots"):
+        with pytest.raises(CapacityError, match=r"kv device slots .* suspend this one") as told:
             await second.reserve(8)
+        assert "reserve" not in str(told.value), "it is what was done"
+        with pytest.raises(CapacityError, match=r"kv device slots .* wait for them \(reserve\)"):
+            second.extend(8)
         assert not waiting.done()
         second.close()
         assert len((await waiting)["kv"]) == 2

@@ -16,6 +16,8 @@ from asynchicache.planner.room_queue import RoomQueue, Waiter
 
 T = TypeVar("T")
 
+_FEWER = "admit fewer requests, or raise the device slots"
+
 
 class Admission:
     """Gives requests device slots, in the order of `RoomQueue`.
@@ -42,7 +44,10 @@ class Admission:
         """
         if self._queue.blocks(request) and self._planner.new_pages(request, tokens):
             raise CapacityError("others wait for room: wait behind them (reserve)")
-        return self._extend(request, tokens)
+        try:
+            return self._extend(request, tokens)
+        except CapacityError as error:
+            raise CapacityError(f"{error}: wait for them (reserve), {_FEWER}") from None
 
     def _extend(self, request: RequestState, tokens: int) -> dict[str, list[int]]:
         before = len(request.pages)
@@ -117,10 +122,19 @@ class Admission:
         try:
             self._match_again(waiter)
             return (attempt(),)
-        except CapacityError:
+        except CapacityError as error:
             if waiter.refused or self._executor.failure is not None or self._nothing_follows(waiter):
-                raise
+                raise CapacityError(f"{error}; {self._cure(waiter.request)}") from None
             return None
+
+    def _cure(self, request: RequestState) -> str:
+        """What the caller of a wait that leads nowhere can do."""
+        others = [one for one in self._planner.state.requests if one is not request and not one.resting]
+        if not others:
+            return "raise the device slots, or make the prompt shorter"
+        return (
+            f"all requests that hold slots wait for room: suspend this one, and load it again later, {_FEWER}"
+        )
 
     def _nothing_follows(self, waiter: Waiter) -> bool:
         """Whether waiting is useless for `waiter`, which is next and found no room.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from operator import and_
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
@@ -58,10 +59,23 @@ class StoredPool(NamedTuple):
     writes: bool = True
 
 
+OnUnused: TypeAlias = "Callable[[AttachedStorage, str, frozenset[int]], object]"
+
+
+def _ignore(attachment: AttachedStorage, pool: str, slots: frozenset[int]) -> None:
+    """The slots of late reads stay in quarantine."""
+
+
 class AttachedStorage:
-    """One backend, with the pools of one cache open in it."""
+    """One backend, with the pools of one cache open in it.
+
+    Attributes:
+        on_unused: called with itself, a pool and slots when a read has ended that was running when this was
+            closed.
+    """
 
     def __init__(self) -> None:
+        self.on_unused: OnUnused = _ignore
         self.pools: dict[str, StoredPool] = {}
         self._stack = AsyncExitStack()
         self._closing = asyncio.Lock()
@@ -96,10 +110,13 @@ class AttachedStorage:
         async with AsyncExitStack() as stack:
             if owned:
                 stack.push_async_callback(close, backend, limits.closing, f"storage {backend.name!r}")
-            stack.push_async_callback(attachment._close_pools)
-            for binding in bindings:
-                guard = await open_guarded(backend, binding, port, limits)
-                attachment.pools[binding.pool] = StoredPool(guard, binding, binding.pool not in read_only)
+            try:
+                for binding in bindings:
+                    guard = await open_guarded(backend, binding, port, limits)
+                    attachment.pools[binding.pool] = StoredPool(guard, binding, binding.pool not in read_only)
+            except BaseException:
+                await attachment._close_pools()
+                raise
             attachment._stack = stack.pop_all()
         return attachment
 
@@ -108,19 +125,51 @@ class AttachedStorage:
         await asyncio.gather(*(pool.guard.aclose() for pool in self.pools.values()))
 
     async def aclose(self) -> None:
-        """Wait for running calls, up to a limit, and close everything. A second call waits too."""
+        """Wait for running calls, up to a limit, and close everything. Calls that have not ended run on, until
+        `abandon`. A second call waits too."""
         async with self._closing:
+            pools = self.pools.items()
+            await asyncio.gather(*(pool.guard.retire(partial(self._unused, name)) for name, pool in pools))
             await self._stack.aclose()
+
+    async def abandon(self) -> None:
+        """Close everything, and give up calls that have not ended."""
+        async with self._closing:
+            await self._close_pools()
+            await self._stack.aclose()
+
+    def _unused(self, name: str, slots: frozenset[int]) -> None:
+        self.on_unused(self, name, slots)
+
+    def used(self, names: Iterable[str], slots: frozenset[int]) -> frozenset[int]:
+        """Those of `slots` that a running call of a pool in `names` uses."""
+        guards = [self.pools[name].guard for name in names if name in self.pools]
+        return frozenset().union(*(guard.used(slots) for guard in guards))
+
+    @property
+    def ended(self) -> bool:
+        """Whether no call runs."""
+        return not any(pool.guard.statistics().running for pool in self.pools.values())
 
 
 class StoragePools:
-    """The pools of a cache in storage; falsy without storage. Storage can be attached and detached."""
+    """The pools of a cache in storage; falsy without storage. Storage can be attached and detached.
+
+    Attributes:
+        alone: whether no other rank's calls use the same slots.
+        on_unused: see `AttachedStorage`; not called if other ranks' calls may use the slots.
+    """
+
+    alone = True
+    on_unused: OnUnused
 
     def __init__(self, sharing: Callable[[int], Iterable[str]]) -> None:
         """`sharing`: returns the pools that share the slots of a component."""
+        self.on_unused = _ignore
         self._sharing = sharing
         self._attachment: AttachedStorage | None = None
-        self._detached: AttachedStorage | None = None
+        self._detached: list[AttachedStorage] = []
+        """Those with calls that have not ended, and the last one."""
 
     def __bool__(self) -> bool:
         return self._attachment is not None
@@ -132,18 +181,23 @@ class StoragePools:
     def attach(self, attachment: AttachedStorage) -> None:
         """Attach storage; there must be none."""
         self._attachment = attachment
+        attachment.on_unused = self._unused
+
+    def _unused(self, attachment: AttachedStorage, pool: str, slots: frozenset[int]) -> None:
+        if self.alone:
+            self.on_unused(attachment, pool, slots)
 
     def detach(self) -> AttachedStorage | None:
         """Detach storage; returns it, for the caller to close, or None."""
         attachment, self._attachment = self._attachment, None
-        self._detached = attachment or self._detached
+        if attachment is not None:
+            self._detached = [*(one for one in self._detached if not one.ended), attachment]
         return attachment
 
     async def aclose(self) -> None:
-        """Close attached storage, or wait until detached storage is closed: it uses host memory."""
+        """Close attached storage, and give up the calls of detached storage: they use host memory."""
         self.detach()
-        if self._detached is not None:
-            await self._detached.aclose()
+        await asyncio.gather(*(one.abandon() for one in self._detached))
 
     def statistics(self) -> dict[str, PoolStatistics]:
         return {name: pool.guard.statistics() for name, pool in self._pools.items()}

@@ -19,8 +19,8 @@ from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.storage.limits import BatchResult
 from asynchicache.tracing import Tracer
-from asynchicache.tree.node import FULL_HOST, RESIDENT, Locks, Node
-from asynchicache.types import MissReason, Outcome, ShedReason
+from asynchicache.tree.node import FULL_HOST, RESIDENT, Locks, Node, place_of
+from asynchicache.types import MissReason, Outcome, ShedReason, Tier
 
 _URGENT_WRITES = 2
 """Failed writes after which `durable` gives up a path that lacks room: one may have begun before."""
@@ -101,6 +101,7 @@ class StorageWriter:
         self._pause = _LEAST_PAUSE
         self._awaited: Counter[Node] = Counter()  # ends of paths that callers of `durable` wait for
         executor.on_backed_up = self._backed_up
+        stored.on_unused = self._unused
 
     def use(self, node: Node) -> None:
         """Record a use of the path to `node`: storage gets a touch soon, and before the next write."""
@@ -360,7 +361,10 @@ class StorageWriter:
         self._storage.attach(attachment)
 
     async def detach(self) -> bool:
-        """Detach storage; requests continue, and miss its pages. False if there was none."""
+        """Detach storage; requests continue, and miss its pages. False if there was none.
+
+        Calls that hang keep their slots until they end: those of reads are in quarantine.
+        """
         await self.flush_touches()
         attachment = self._storage.detach()
         if attachment is None:
@@ -376,6 +380,16 @@ class StorageWriter:
             self._detaching = False
             self._executor.notify()
         return True
+
+    def _unused(self, detached: AttachedStorage, pool: str, slots: frozenset[int]) -> None:
+        """A read of `pool` has ended that outlived its storage: its slots can be used again, unless calls of
+        pools that share them go on."""
+        for component_id in range(len(self._state.names)):
+            names = self._state.sharing(component_id)
+            if pool in names:
+                unused = slots - detached.used(names, slots)
+                self._state.free[place_of(component_id, Tier.HOST)].readmit(unused)
+        self._executor.notify()
 
     async def clear(self) -> int:
         """Remove what storage has of this model with these weights; returns the number of pages.

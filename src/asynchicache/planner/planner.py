@@ -351,10 +351,8 @@ class Planner:
 
     def _short(self, count: int, place: SlotPlace) -> CapacityError:
         free = self.state.free[place]
-        return CapacityError(
-            f"{count} more {free.name} wanted, {free.available} of {free.capacity} are free and the rest "
-            "in use: wait for them (reserve), admit fewer requests, or raise the device slots"
-        )
+        available = f"{free.available} of {free.capacity} are free and the rest in use"
+        return CapacityError(f"{count} more {free.name} wanted, {available}")
 
     # Publication
 

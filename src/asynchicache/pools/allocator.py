@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from asynchicache.errors import CapacityError, InternalError
 from asynchicache.pools.budget import ByteBudget
@@ -20,13 +20,14 @@ class SlotAllocator:
     Attributes:
         name: used in messages.
         on_release: called with slots that were freed or quarantined.
-        quarantined: the number of slots that are never allocated again.
+        quarantined: the number of slots that are not allocated again, unless they are readmitted.
     """
 
     __slots__ = (
         "_condemned",
         "_free",
         "_opened",
+        "_readmitted",
         "_state",
         "memory",
         "name",
@@ -54,6 +55,7 @@ class SlotAllocator:
         self._state = bytearray(capacity)
         self._opened = capacity
         self._condemned: set[int] = set()  # held slots to quarantine on release
+        self._readmitted: set[int] = set()  # held slots that need no quarantine when they are given back
 
     @property
     def capacity(self) -> int:
@@ -135,6 +137,7 @@ class SlotAllocator:
         self._freed(slots)
         if lost:
             self._condemned -= lost
+            self._readmitted -= lost
             self.quarantine(sorted(lost))
 
     def condemn(self, slots: Sequence[int]) -> None:
@@ -150,14 +153,27 @@ class SlotAllocator:
         self._condemned.update(slot for slot in slots if state[slot] == HELD)
 
     def quarantine(self, slots: Sequence[int]) -> None:
-        """Never allocate these slots again: a failed device may still write to them.
+        """Do not allocate these slots again: a failed device, or a call of detached storage, may write to them.
 
         Raises:
             InternalError: a slot is not held; nothing is changed then.
         """
+        readmitted = self._readmitted.intersection(slots)
         self._leave(slots, QUARANTINED)
         self.quarantined += len(slots)
         self._condemned.difference_update(slots)
+        self.readmit(readmitted)
+
+    def readmit(self, slots: Collection[int]) -> None:
+        """Free these slots, which are in quarantine or on the way there: nothing writes to them any more."""
+        back = sorted(slot for slot in slots if self._state[slot] == QUARANTINED)
+        self._readmitted.update(slot for slot in slots if self._state[slot] == HELD)
+        for slot in back:
+            self._state[slot] = FREE
+        self.quarantined -= len(back)
+        if self.memory is not None:
+            self.memory.used -= len(back) * self.slot_bytes
+        self._freed(back)
 
     def _leave(self, slots: Sequence[int], to: int) -> None:
         state = self._state
@@ -168,6 +184,7 @@ class SlotAllocator:
                     state[undone] = HELD
                 raise self._not_held(slot, "given back")
             state[slot] = to
+        self._readmitted.difference_update(slots)
         if self.on_release is not None:
             self.on_release(slots)
 

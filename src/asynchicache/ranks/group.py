@@ -155,6 +155,8 @@ class _JointCopy:
 class GroupStorage(SharedStorage):
     """Storage of all ranks: a page is there if every rank has its shard, and stored if every rank says so."""
 
+    alone = False
+
     def __init__(
         self,
         sharing: Callable[[int], Iterable[str]],

@@ -295,7 +295,9 @@ class GuardedPool:
             kind.name: CallCounters(binding.page_bytes if kind.moves_pages else 0) for kind in ENGINE_CALLS
         }
         self._closed = False
+        self._engine_closed = False
         self._abandoned_calls = False
+        self._on_unused: Callable[[frozenset[int]], object] | None = None
 
     async def exists(self, keys: Sequence[ObjectKey], *, fresh: bool = False) -> BatchResult:
         """HIT, MISS, FAILED or TIMEOUT for each key.
@@ -393,13 +395,14 @@ class GuardedPool:
     def lingering(self, slots: Sequence[int]) -> asyncio.Future[None] | None:
         """A future that is done when no engine call can touch `slots` any more; None if none can now.
 
-        It is cancelled if the pool is closed first: the slots are then never safe to reuse.
+        It is cancelled if the pool is closed first: the slots are then never safe to reuse. If the pool is
+        retired first, that holds for slots that a read may still write to, until `retire` says otherwise.
         """
         wanted = frozenset(slots)
         if not self._in_use(wanted):
             return None
         free = asyncio.get_running_loop().create_future()
-        if self._abandoned_calls:
+        if self._abandoned_calls or self._may_be_written(wanted):
             free.cancel()
         else:
             self._watchers.append((wanted, free))
@@ -418,6 +421,34 @@ class GuardedPool:
             **counts,
         )
 
+    async def retire(self, on_unused: Callable[[frozenset[int]], object]) -> None:
+        """Wait for running calls, for a limited time, then close the engine; further calls are refused.
+
+        A call that has not ended is late now, and runs on, until `aclose` gives it up.
+
+        Args:
+            on_unused: called with the slots of such a read when it has ended: no call writes to them now.
+        """
+        self._closed = True
+        await self._wait_for_calls()
+        for call in [call for call in self._calls if not call.late]:
+            self._deadline_passed(call)
+        self._on_unused = on_unused
+        unsafe = [free for wanted, free in self._watchers if self._may_be_written(wanted)]
+        for free in unsafe:
+            free.cancel()
+        self._watchers = [pair for pair in self._watchers if not pair[1].done()]
+        await self._close_engine()
+
+    def used(self, slots: frozenset[int]) -> frozenset[int]:
+        """Those of `slots` that a running call uses."""
+        return slots.intersection(frozenset().union(*(call.slots for call in self._calls)))
+
+    def _may_be_written(self, slots: frozenset[int]) -> bool:
+        """Whether the pool is retired, and a read that has not ended uses some of the slots."""
+        reads = (call for call in self._calls if call.kind is GET)
+        return self._on_unused is not None and any(not slots.isdisjoint(call.slots) for call in reads)
+
     async def aclose(self) -> frozenset[int]:
         """Wait for running calls, for a limited time, then close the engine; closing twice is harmless.
 
@@ -435,8 +466,13 @@ class GuardedPool:
         for _, free in self._watchers:
             free.cancel()
         self._watchers.clear()
-        await close(self._engine, self._limits.closing, f"the engine of pool {self._binding.pool!r}")
+        await self._close_engine()
         return frozenset().union(*(call.slots for call in self._calls))
+
+    async def _close_engine(self) -> None:
+        if not self._engine_closed:
+            await close(self._engine, self._limits.closing, f"the engine of pool {self._binding.pool!r}")
+            self._engine_closed = True
 
     async def _wait_for_calls(self) -> None:
         tasks = [call.task for call in self._calls if not call.task.done()]
@@ -558,6 +594,8 @@ class GuardedPool:
     def _deadline_passed(self, call: _RunningCall) -> None:
         """Answer TIMEOUT to the caller, and let the engine call run on."""
         call.late = True
+        if call.timer is not None:
+            call.timer.cancel()
         if call.kind.feeds_breaker:
             self._breaker.failed()
         tally = self._counters[call.kind.name]
@@ -573,7 +611,7 @@ class GuardedPool:
         if call.timer is not None:
             call.timer.cancel()
         call.permit.close()
-        if task.cancelled() and self._closed:  # cancelled by `aclose`; bytes may still move, so it stays
+        if task.cancelled() and task.cancelling():  # by `aclose`; bytes may still move, so it stays
             if not call.answer.done():
                 call.answer.set_result([Outcome.TIMEOUT] * call.pages)
             return
@@ -587,6 +625,8 @@ class GuardedPool:
             if not call.answer.done():  # else its caller was cancelled
                 call.answer.set_result(outcomes)
         self._notify_watchers()
+        if self._on_unused is not None and call.kind is GET:
+            self._on_unused(call.slots - self.used(call.slots))
 
     def _notify_watchers(self) -> None:
         """Complete the futures whose slots no call touches any more."""
