@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
@@ -17,11 +18,15 @@ from asynchicache.errors import ClosedError, StorageError, StorageFormatError
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _MAGIC, _VERSION = b"asynchicache redis store", 1
 _MAX_VALUE_BYTES = 512 << 20  # `proto-max-bulk-len` of Redis, unless it is configured otherwise
 _SCAN_KEYS = 1000
+_PROBES = (b"PROBE0", b"PROBE1")
+"""Keys that are never set. Their hash slots differ, whatever is before them, so a cluster refuses both at once."""
 _CLUSTER = frozenset({"MOVED", "ASK", "CROSSSLOT", "CLUSTERDOWN"})
 
 
@@ -41,14 +46,16 @@ class RedisBackend:
         self._turn = asyncio.Lock()
         self._marker = f"{options.namespace}:FORMAT".encode()
         self._engines: EngineRegistry[RedisEngine] = EngineRegistry()
+        self._policy_checked = False
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> RedisEngine:
         """Reach the server, and check that the namespace is ours.
 
         Raises:
-            StorageError: the server cannot be reached, or refuses the login; the pool is open with
-                another binding; its pages are larger than a Redis value may be.
+            StorageError: the server cannot be reached, refuses the login or a command that is needed, or is a
+                node of a cluster; the pool is open with another binding; its pages are larger than a Redis
+                value may be.
             StorageFormatError: the namespace holds foreign data, or pages of a newer format.
             ClosedError: the backend is closed.
         """
@@ -59,6 +66,7 @@ class RedisBackend:
     async def _open(self, binding: PoolBinding) -> RedisEngine:
         self._check_size(binding)
         await self._check_format()
+        await self._check_policy()
         return RedisEngine(binding, self._pool, self._turn, self._options, self._clear)
 
     async def clear(self) -> int:
@@ -125,16 +133,64 @@ class RedisBackend:
             ) from error
 
     async def _check_format(self) -> None:
-        """Mark a new namespace as ours; refuse a foreign one."""
+        """Mark a new namespace as ours; refuse a foreign one, and a server that does not let us do our work."""
         ours = b"%b %d" % (_MAGIC, _VERSION)
-        commands = [command(b"GET", self._marker)]
+        one, other = (self._marker.replace(b"FORMAT", name) for name in _PROBES)
+        # In small letters: what the server logs tells them from uses.
+        needed = {"EXISTS": command(b"exists", one, other), "TOUCH": command(b"touch", one)}
         if not self._options.read_only:
-            commands.insert(0, command(b"SET", self._marker, ours, b"NX"))
-        found = (await self._talk(lambda connection: connection.ask(*commands)))[-1]
+            needed["UNLINK"] = command(b"unlink", one)
+            needed["SET"] = command(b"SET", self._marker, ours, b"NX")
+        needed["GET"] = command(b"GET", self._marker)
+        answers = await self._talk(lambda connection: connection.ask(*needed.values()))
+        self._check_rights(dict(zip(needed, answers, strict=True)))
+        found = answers[-1]
         if isinstance(found, ErrorReply):
             raise self._refused(found)
         if found is not None and found != ours:
             raise self._foreign(found)
+
+    def _check_rights(self, answers: Mapping[str, RespReply]) -> None:
+        """
+        Raises:
+            StorageError: the server is a node of a cluster, or forbids a command or our keys; says which.
+        """
+        refused = {verb: answer for verb, answer in answers.items() if isinstance(answer, ErrorReply)}
+        for answer in refused.values():
+            if answer.code in _CLUSTER:
+                raise self._refused(answer)
+        forbidden = {verb: answer.text for verb, answer in refused.items() if answer.code == "NOPERM"}
+        if not forbidden:
+            return
+        verbs = [verb for verb, text in forbidden.items() if " command" in text]
+        if not verbs:
+            missing, rights = "these keys", f"~{self._options.namespace}:*"
+        else:
+            missing, rights = ", ".join(verbs), " ".join(f"+{verb.lower()}" for verb in answers)
+        raise StorageError(
+            f"{self._options.server} does not let user {self._options.username or 'default'!r} use {missing}: "
+            f"it needs {rights} ({next(iter(forbidden.values()))})"
+        )
+
+    async def _check_policy(self) -> None:
+        """Warn if the server will refuse pages once it is full. Not all users may ask."""
+        if self._options.read_only or self._policy_checked:
+            return
+        self._policy_checked = True
+        (answer,) = await self._talk(lambda connection: connection.ask(command(b"INFO", b"memory")))
+        lines = answer.decode("utf-8", "replace").splitlines() if isinstance(answer, bytes) else []
+        facts = dict(line.split(":", 1) for line in lines if ":" in line)
+        policy, size = facts.get("maxmemory_policy", ""), facts.get("maxmemory", "0")
+        keeps = policy == "noeviction" or (policy.startswith("volatile-") and not self._options.ttl_seconds)
+        if keeps and size != "0":
+            logger.warning(
+                "%s evicts no page (maxmemory-policy %s): once its %s bytes are full, nothing more is stored. "
+                "Set maxmemory-policy allkeys-lru%s",
+                self._options.server,
+                policy,
+                size,
+                "" if policy == "noeviction" else ", or option ttl_seconds",
+            )
 
     def _refused(self, reply: ErrorReply) -> StorageError:
         if reply.code == "WRONGTYPE":
@@ -143,7 +199,10 @@ class RedisBackend:
             return StorageError(
                 f"{self._options.server} is part of a cluster ({reply.text}): give a server of its own"
             )
-        return StorageError(f"{self._options.server} cannot be used: {reply.text}")
+        advice = (
+            "; is it a Sentinel? Give the server that it watches" if "unknown command" in reply.text else ""
+        )
+        return StorageError(f"{self._options.server} cannot be used: {reply.text}{advice}")
 
     def _foreign(self, found: RespReply) -> StorageFormatError:
         where = f"{self._options.server}, namespace {self._options.namespace!r}"

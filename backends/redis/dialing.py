@@ -36,7 +36,9 @@ def dial(connection: RedisConnection, options: RedisOptions, addresses: list[Soc
     connection.connect(addresses)
     if options.server.tls:
         connection.start_tls(options.server.host, options.ca_file)
-    commands = [command(b"SELECT", b"%d" % options.database), command(b"CLIENT", b"SETNAME", CLIENT_NAME)]
+    commands = [command(b"CLIENT", b"SETNAME", CLIENT_NAME)]
+    if options.database:  # users whose rights do not cover it can use the first one
+        commands.insert(0, command(b"SELECT", b"%d" % options.database))
     if options.password is not None:
         words = (options.username, options.password) if options.username else (options.password,)
         commands.insert(0, command(b"AUTH", *(word.encode() for word in words)))

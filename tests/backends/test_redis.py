@@ -5,6 +5,7 @@ clearing.
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import BackendConformance
 from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent
 from asynchicache.types import Outcome
-from engines import executable, module
+from engines import executable, free_port, module
 from storage.redis_servers import FRAME_BYTES, RedisServer, backend_at, bench_at, open_bench
 
 pytestmark = pytest.mark.engine("redis")
@@ -239,7 +240,7 @@ async def test_connections_are_few_and_have_a_name(server: RedisServer, client: 
             await asyncio.gather(*calls)
 
         names = [one["name"] for one in client.client_list()]
-        assert names.count("asynchicache") <= 3 + 2  # two for questions
+        assert names.count("asynchicache") == 3
     assert [one["name"] for one in client.client_list()].count("asynchicache") == 0
 
 
@@ -451,3 +452,89 @@ async def test_plain_words_to_a_tls_server_fail_at_open(tls_server: RedisServer)
     async with backend_at(f"redis://127.0.0.1:{tls_server.port}") as backend:
         with pytest.raises(StorageError):
             await open_bench(backend)
+
+
+# Rights, and what the server is
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("rights", "message"),
+    [
+        (("~*", "+@read", "+@write", "+@connection"), None),
+        (("~*", "+get", "+set", "+exists", "+unlink", "+touch"), None),
+        (("~*", "+get", "+set", "+exists", "+touch"), r"use UNLINK: it needs .*\+touch \+unlink \+set \+get"),
+        (("~*", "+get", "+set", "+del", "+exists"), "use TOUCH, UNLINK: it needs"),
+        (("~*", "+@all", "-set"), "use SET: it needs"),
+        (("~*", "+@all", "-get"), "use GET: it needs"),
+        (("~*", "+@all", "-exists"), "use EXISTS: it needs"),
+        (("~other:*", "+@all"), r"use these keys: it needs ~asynchicache:\*"),
+    ],
+)
+async def test_rights_that_are_missing_are_named(
+    server: RedisServer, client: Any, rights: tuple[str, ...], message: str | None
+) -> None:
+    client.execute_command("ACL", "SETUSER", "kv", "reset", "on", ">pw", *rights)
+    async with backend_at(server.url, username="kv", password="pw") as backend:
+        if message is not None:
+            with pytest.raises(StorageError, match=f"does not let user 'kv' {message}"):
+                await open_bench(backend)
+            return
+        bench = await open_bench(backend)
+        keys = bench.keys(1, 2)
+        assert await bench.put(keys, [0, 1]) == [STORED] * 2
+        await bench.engine.touch(keys)
+        assert await bench.get(keys, [2, 3]) == [HIT] * 2
+        assert await bench.engine.delete(keys) == [HIT] * 2
+
+
+@pytest.mark.asyncio
+async def test_who_only_reads_needs_no_right_to_write(server: RedisServer, client: Any) -> None:
+    client.execute_command("ACL", "SETUSER", "reader", "reset", "on", ">pw", "~*", "+@read", "+touch")
+    async with bench_at(server.url, username="reader", password="pw", read_only=True) as bench:
+        assert await bench.get(bench.keys(1), [0]) == [MISS]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("policy", "size", "ttl", "said"),
+    [
+        ("volatile-lru", "64mb", None, "volatile-lru.* 67108864 bytes .*allkeys-lru, or option ttl_seconds"),
+        ("volatile-ttl", "64mb", 60, None),
+        ("noeviction", "64mb", 60, "noeviction.*allkeys-lru"),
+        ("noeviction", "0", None, None),
+        ("allkeys-lru", "64mb", None, None),
+    ],
+)
+async def test_a_policy_that_loses_new_pages_is_said_once(
+    server: RedisServer,
+    client: Any,
+    caplog: pytest.LogCaptureFixture,
+    policy: str,
+    size: str,
+    ttl: int | None,
+    said: str | None,
+) -> None:
+    before = client.config_get("maxmemory*")
+    client.config_set("maxmemory-policy", policy)
+    client.config_set("maxmemory", size)
+    try:
+        async with backend_at(server.url, ttl_seconds=ttl) as backend:
+            for pool in ("kv", "mamba"):
+                await open_bench(backend, pool)
+    finally:
+        for name in ("maxmemory", "maxmemory-policy"):
+            client.config_set(name, before[name])
+    lines = [line for line in caplog.messages if "evicts no page" in line]
+    assert len(lines) == (said is not None)
+    assert said is None or re.search(said, lines[0])
+
+
+@pytest.mark.asyncio
+async def test_one_node_of_a_cluster_is_refused(tmp_path: Path) -> None:
+    """Even if the marker's hash slot happens to be there: pages would go to slots that are not."""
+    with RedisServer(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port())) as node:
+        module("redis").Redis(port=node.port).execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        async with backend_at(node.url) as backend:
+            with pytest.raises(StorageError, match="is part of a cluster"):
+                await open_bench(backend)

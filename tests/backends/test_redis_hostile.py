@@ -333,6 +333,8 @@ async def test_a_cancelled_put_stores_nothing_and_harms_nobody(count: int, first
     [
         (b"SELECT", b"-LOADING Redis is loading the dataset in memory\r\n", "does not let us in: LOADING"),
         (b"GET", b"-MOVED 1 10.0.0.1:6379\r\n", "is part of a cluster"),
+        (b"exists", b"-CROSSSLOT Keys in request don't hash to the same slot\r\n", "is part of a cluster"),
+        (b"GET", b"-ERR unknown command 'GET'\r\n", "is it a Sentinel"),
         (b"GET", bulk(MARKER[:-1] + b"77"), "format 77"),
         (b"GET", bulk(b"\xff" * 100), "something else"),
         (b"GET", b":5\r\n", "something else"),
@@ -345,7 +347,8 @@ async def test_a_cancelled_put_stores_nothing_and_harms_nobody(count: int, first
 async def test_opening_says_what_is_wrong(verb: bytes, answer: bytes, message: str) -> None:
     async with hostile_server() as server:
         server.say(verb, answer)
-        async with backend_at(server.url, timeout_seconds=60 if answer else 0.2) as backend:
+        url = f"{server.url}/1" if verb == b"SELECT" else server.url
+        async with backend_at(url, timeout_seconds=60 if answer else 0.2) as backend:
             with pytest.raises(StorageError, match=message) as caught:
                 await open_bench(backend)
             assert isinstance(caught.value, StorageFormatError) == ("format" in message or "else" in message)
