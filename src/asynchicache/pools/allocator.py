@@ -153,7 +153,7 @@ class SlotAllocator:
         self._condemned.update(slot for slot in slots if state[slot] == HELD)
 
     def quarantine(self, slots: Sequence[int]) -> None:
-        """Do not allocate these slots again: a failed device, or a call of detached storage, may write to them.
+        """Do not allocate these slots: a failed device, or a call of detached storage, may write to them.
 
         Raises:
             InternalError: a slot is not held; nothing is changed then.
