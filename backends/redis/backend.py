@@ -26,7 +26,7 @@ _MAGIC, _VERSION = b"asynchicache redis store", 1
 _MAX_VALUE_BYTES = 512 << 20  # `proto-max-bulk-len` of Redis, unless it is configured otherwise
 _SCAN_KEYS = 1000
 _PROBES = (b"PROBE0", b"PROBE1")
-"""Keys that are never set. Their hash slots differ, whatever is before them, so a cluster refuses both at once."""
+"""Keys that are never set. Their hash slots differ after any prefix, so a cluster refuses both at once."""
 _CLUSTER = frozenset({"MOVED", "ASK", "CROSSSLOT", "CLUSTERDOWN"})
 
 
@@ -133,7 +133,7 @@ class RedisBackend:
             ) from error
 
     async def _check_format(self) -> None:
-        """Mark a new namespace as ours; refuse a foreign one, and a server that does not let us do our work."""
+        """Mark a new namespace as ours; refuse a foreign one, and a server that forbids what we need."""
         ours = b"%b %d" % (_MAGIC, _VERSION)
         one, other = (self._marker.replace(b"FORMAT", name) for name in _PROBES)
         # In small letters: what the server logs tells them from uses.
@@ -167,8 +167,9 @@ class RedisBackend:
             missing, rights = "these keys", f"~{self._options.namespace}:*"
         else:
             missing, rights = ", ".join(verbs), " ".join(f"+{verb.lower()}" for verb in answers)
+        user = self._options.username or "default"
         raise StorageError(
-            f"{self._options.server} does not let user {self._options.username or 'default'!r} use {missing}: "
+            f"{self._options.server} does not let user {user!r} use {missing}: "
             f"it needs {rights} ({next(iter(forbidden.values()))})"
         )
 
@@ -184,8 +185,8 @@ class RedisBackend:
         keeps = policy == "noeviction" or (policy.startswith("volatile-") and not self._options.ttl_seconds)
         if keeps and size != "0":
             logger.warning(
-                "%s evicts no page (maxmemory-policy %s): once its %s bytes are full, nothing more is stored. "
-                "Set maxmemory-policy allkeys-lru%s",
+                "%s evicts no page (maxmemory-policy %s): once its %s bytes are full, no more is stored; "
+                "set maxmemory-policy allkeys-lru%s",
                 self._options.server,
                 policy,
                 size,

@@ -125,8 +125,10 @@ class AttachedStorage:
         await asyncio.gather(*(pool.guard.aclose() for pool in self.pools.values()))
 
     async def aclose(self) -> None:
-        """Wait for running calls, up to a limit, and close everything. Calls that have not ended run on, until
-        `abandon`. A second call waits too."""
+        """Wait for running calls, up to a limit, and close everything. A second call waits too.
+
+        Calls that have not ended run on, until `abandon`.
+        """
         async with self._closing:
             pools = self.pools.items()
             await asyncio.gather(*(pool.guard.retire(partial(self._unused, name)) for name, pool in pools))
