@@ -36,7 +36,8 @@ from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.audit import AuditSample
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.fences import Fence
-from asynchicache.tree import copies, keeps, tails
+from asynchicache.tree import copies, tails
+from asynchicache.tree.keeps import HintShare
 from asynchicache.tree.node import FULL, RESIDENT, Node, SlotPlace, place_of
 from asynchicache.tree.radix_tree import PathLease, UnifiedRadixTree
 from asynchicache.types import MissReason, Outcome, Tier
@@ -646,13 +647,56 @@ def waits_for_a_moment_when_nothing_is_in_flight(patch: Patch) -> None:
 
 
 @bug
+def a_line_for_each_page_of_a_failed_call(patch: Patch) -> None:
+    count = GuardedPool._count_error
+
+    def each(self: GuardedPool, kind: Any, pages: int, error: BaseException) -> None:
+        for _ in range(pages):
+            count(self, kind, 1, error)
+
+    patch.setattr(GuardedPool, "_count_error", each)
+
+
+@bug
+def lookups_wait_for_pages(patch: Patch) -> None:
+    init = GuardedPool.__init__
+
+    def one_lane(self: GuardedPool, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self._lookups = self._pages
+
+    patch.setattr(GuardedPool, "__init__", one_lane)
+
+
+@bug
 def selective_forgets_what_was_evicted(patch: Patch) -> None:
     patch.setattr(BackupPlanner, "count_seen", nothing)
 
 
 @bug
 def hints_favour_without_bound(patch: Patch) -> None:
-    patch.setattr(keeps, "_MOST_OF_THE_REST", float("inf"))
+    take = HintShare.take
+
+    def all_that_is_asked(self: HintShare, seed: bytes, amount: float) -> bool:
+        with patch.context() as boundless:
+            boundless.setattr(self, "most", float("inf"))
+            return take(self, seed, amount)
+
+    patch.setattr(HintShare, "take", all_that_is_asked)
+
+
+@bug
+def each_namespace_has_a_share_of_hints(patch: Patch) -> None:
+    take = HintShare.take
+
+    def of_its_own(self: HintShare, seed: bytes, amount: float) -> bool:
+        others = self.used - self._by_seed.get(seed, 0)
+        self.used -= others
+        taken = take(self, seed, amount)
+        self.used += others
+        return taken
+
+    patch.setattr(HintShare, "take", of_its_own)
 
 
 @bug

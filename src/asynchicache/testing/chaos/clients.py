@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from asynchicache.cache import HybridCache, Request
-from asynchicache.errors import CapacityError, ClosedError, DeviceError, TransferError
+from asynchicache.errors import CapacityError, ClosedError, DeviceError, TransferError, UsageError
 from asynchicache.hashing import page_digests
 from asynchicache.streams.base import Stream
 from asynchicache.testing.chaos.faults import ChaosDevice, FaultDraws
@@ -143,7 +143,10 @@ class ChaosEngine:
                 if turn.final and self.cache.tails:
                     tails += self.hits.end_keys(request.tokens[:length], seed)
                 path = path._replace(ends=[*path.ends, *tails])
-                promise = DurablePrefix(identity, turn.tenant, turn.salt, tuple(tokens))
+                # A model with states can go on only where it has left some: here, or at an earlier length.
+                ends_here = length % size == 0 or not self.cache.spec.owners[1:]
+                least = len(tokens) // size if ends_here else 0
+                promise = DurablePrefix(identity, turn.tenant, turn.salt, tuple(tokens), least)
                 self._promises.made(promise, path, gone)
 
     def verify(self, when: str) -> None:
@@ -262,10 +265,28 @@ class Forwards:
             engine.did("append")
             request.append([token])
             await self._forward(len(request.tokens))  # which are more than one if it was suspended
-        engine.did("checkpoint")
-        await self._follow(self._publish(self.done, final=turn.final))
+        if turn.through:
+            self._go_through(turn.through)
+        else:
+            engine.did("checkpoint")
+            await self._follow(self._publish(self.done, final=turn.final))
         if turn.durable:
             await engine.promised(request, turn, self.done, self._identity)
+
+    def _go_through(self, steps: Sequence[str]) -> None:
+        """Suspend the request at its end, and perhaps match it again, and let it rest again."""
+        engine, request = self._engine, self._request
+        for step in steps:
+            engine.did(step)
+            match step:
+                case "suspend":
+                    request.suspend(self.done, after=engine.stream)
+                case "rematch":
+                    request.rematch()
+                case "rest":
+                    request.rest()
+                case _:
+                    raise UsageError(f"{step!r} is nothing that a request goes through")
 
     async def _forward(self, stop: int) -> None:
         """Compute a chunk of a prompt in as few forwards as capacity allows, each followed by its pace."""

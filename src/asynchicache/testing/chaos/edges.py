@@ -157,6 +157,27 @@ def draw_dirty_close(chance: random.Random, seed: int, model: ModelShape) -> Scr
     )
 
 
+def draw_promises(chance: random.Random, seed: int, model: ModelShape) -> Script:
+    """`durable` of requests that were suspended, matched again or rest, where states and windows have few
+    slots: what it promises is found after a restart."""
+    sizes = _sizes(model, device=64, host=chance.choice([0, 4, 64, 64, 64]))
+    for pool in model.spec().owners[1:]:
+        least = (pool.coverage.pages or 0) + 1
+        host = chance.choice([0, least, least + 1, 64])
+        sizes[pool.name] = CacheSizes(device=least + chance.randrange(2, 6), host=host)
+    numbers = count()
+
+    def turn() -> ClientTurn:
+        through = ("suspend", "rematch", "rest")[: chance.randrange(4)]
+        one = _turn(_tokens(next(numbers), chance.randrange(1, 8), model), chance.uniform(0, 0.002))
+        return _replaced(one, prompt=one.prompt[:-1], durable=chance.random() < 0.7, through=through)
+
+    clients = tuple(ChaosClient(turns=tuple(turn() for _ in range(4))) for _ in range(chance.randrange(1, 4)))
+    policy = chance.choice(list(WritePolicy))
+    first = _life(model, sizes=sizes, clients=clients, write_policy=policy, crash=chance.random() < 0.5)
+    return Script(seed=seed, model=model, lives=(first, _life(model)))
+
+
 def draw_larger_than_host(chance: random.Random, seed: int, model: ModelShape) -> Script:
     """A prefix in storage that is longer than the host memory, with states along the way."""
     model = _replaced(_attention(model), states=True)

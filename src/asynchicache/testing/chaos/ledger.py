@@ -17,6 +17,8 @@ class Ledger:
         violations: descriptions of broken invariants.
         served: prompt tokens by the tier that served them, or `nowhere`.
         costs: pages that were looked up, read and written, by `costs.KINDS`.
+        calls_failed: calls of storage that raised.
+        lines: lines that storage wrote to the log; one for each of these calls, and few more.
     """
 
     operations: Counter[str] = field(default_factory=Counter)
@@ -24,6 +26,8 @@ class Ledger:
     violations: list[str] = field(default_factory=list)
     served: Counter[str] = field(default_factory=Counter)
     costs: Counter[str] = field(default_factory=Counter)
+    calls_failed: int = 0
+    lines: int = 0
 
 
 def error_text(error: BaseException) -> str:

@@ -81,7 +81,7 @@ def life_config(life: Life, *, tails: bool = False) -> CacheConfig:
 async def run_lives(world: SeededWorld, script: Script, ledger: Ledger) -> None:
     """Run a script to its end, and record violations in `ledger`."""
     store = ChaosStore(script.capacity)
-    promises = DurabilityOracle(store, ledger)
+    promises = DurabilityOracle(store, ledger, loses_nothing=script.loses_nothing)
     recency = RecencyOracle(store, ledger) if script.capacity is not None else None
     page_tokens = PageTokens(script.model.page_size) if script.tails else None
     names = PageNames(script.model.page_size, ledger)

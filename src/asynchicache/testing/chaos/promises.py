@@ -21,19 +21,22 @@ class DurablePrefix(NamedTuple):
     Attributes:
         identity: the cache options that keep its pages apart from those of other caches.
         tenant, salt, tokens: namespace, salt and tokens of the prefix.
+        least: pages that the next cache must find, if storage loses nothing.
     """
 
     identity: object
     tenant: str | None
     salt: str | None
     tokens: tuple[int, ...]
+    least: int = 0
 
 
 class DurabilityOracle:
     """The durable prefixes of all caches over one store."""
 
-    def __init__(self, store: ChaosStore, ledger: Ledger) -> None:
+    def __init__(self, store: ChaosStore, ledger: Ledger, *, loses_nothing: bool = False) -> None:
         self._store = store
+        self._loses_nothing = loses_nothing
         self._ledger = ledger
         self._made: list[DurablePrefix] = []
 
@@ -61,6 +64,12 @@ class DurabilityOracle:
         """Requests that the next cache with the same pages must serve first, judged by the hit oracle."""
         mine = [promise for promise in self._made if promise.identity == identity]
         return [
-            ClientTurn(prompt=(*promise.tokens, 1), tenant=promise.tenant, salt=promise.salt, patience=None)
+            ClientTurn(
+                prompt=(*promise.tokens, 1),
+                tenant=promise.tenant,
+                salt=promise.salt,
+                patience=None,
+                least=promise.least if self._loses_nothing else 0,
+            )
             for promise in mine[-_ASKED:]
         ]

@@ -29,6 +29,9 @@ BLOCKING_SECONDS = 2e-4
 CPU_SECONDS = 20.0
 """Time after which a run that does not come back to its loop is taken for one that never will."""
 
+MORE_LINES = 10
+"""Lines in the log about storage, beside one for each of its calls that failed."""
+
 _EXPECTED = ("closed with copies in flight", "audit: ")
 """Errors in the log that faults on purpose lead to."""
 
@@ -99,13 +102,16 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 class _ErrorLog(logging.Handler):
-    """Turns errors that the library caught and logged into violations."""
+    """Turns errors that the library caught and logged into violations, and counts lines about storage."""
 
     def __init__(self, ledger: Ledger) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__(logging.WARNING)
         self._ledger = ledger
 
     def emit(self, record: logging.LogRecord) -> None:
+        self._ledger.lines += record.name.startswith("asynchicache.storage")
+        if record.levelno < logging.ERROR:
+            return
         text = record.getMessage()
         if not text.startswith(_EXPECTED):
             error = record.exc_info[1] if record.exc_info else None
@@ -122,9 +128,13 @@ def _log_watched(ledger: Ledger) -> Iterator[None]:
     for logger in loggers:
         logger.addHandler(listener)
         logger.propagate = False
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(logging.WARNING)
     try:
         yield
+        if ledger.lines > ledger.calls_failed + MORE_LINES:
+            ledger.violations.append(
+                f"log: {ledger.lines} lines, though {ledger.calls_failed} calls of storage failed"
+            )
     finally:
         for logger, (propagate, level) in zip(loggers, before, strict=True):
             logger.removeHandler(listener)

@@ -111,6 +111,8 @@ class ClientTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         paces: what follows each forward, from the first one on; later forwards have none.
         abort: number of forwards after which to give up.
         final, durable: how to make the last checkpoint, and whether to wait until it is stored.
+        through: what the request goes through before it waits for that, of `suspend`, `rematch` and `rest`,
+            in this order; the first one is the last checkpoint then.
         suspend: number of forwards after which to suspend the request; None: never.
         away: seconds until it goes on.
         leaves: end by leaving `async with`, without naming a stream that may still run.
@@ -131,6 +133,7 @@ class ClientTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     abort: int | None = None
     final: bool = False
     durable: bool = False
+    through: tuple[str, ...] = ()
     suspend: int | None = None
     away: float = 0.0
     leaves: bool = False
@@ -335,6 +338,15 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def requests(self) -> int:
         return sum(len(client.turns) for life in self.every_life for client in life.clients)
+
+    @property
+    def loses_nothing(self) -> bool:
+        """Whether storage keeps what it has, and nothing goes wrong."""
+        quiet = all(
+            life.storage == StorageFaults() and life.device == DeviceFaults() and not life.events
+            for life in self.every_life
+        )
+        return quiet and self.capacity is None and not self.together
 
     @property
     def events(self) -> int:

@@ -76,6 +76,7 @@ class ChaosStorage:
         self._witness = VerifyingBackend(store, pages, ledger)
         self._faulty = Faulty(self._witness, self._rates, draws.chance, late_seconds=0.03)
         slow = Latency(self._faulty, CALL_SECONDS, sleep=self._sleep)
+        self.ledger = ledger
         self._link = link
         self._wire = asyncio.Lock()
         self.backend = TrackedBackend(slow, self.calls, self)
@@ -243,10 +244,13 @@ class _WatchedCalls:
         self._watched = watched
         self._storage = watched.storage
         self.capabilities = watched.storage.capabilities(engine.capabilities)
-        self.delete = engine.delete
         self.clear = engine.clear
         self.touch = touch_of(engine)
         self.aclose = engine.aclose
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        with self._counting_errors():
+            return await self._engine.delete(keys)
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         with self._running("exists", keys) as call:
@@ -273,10 +277,21 @@ class _WatchedCalls:
     def _running(self, verb: str, keys: Sequence[ObjectKey]) -> Iterator[Call]:
         self._storage.look()
         try:
-            with self._watched.calls.running(verb, self._pool, [key.digest for key in keys]) as call:
+            with (
+                self._counting_errors(),
+                self._watched.calls.running(verb, self._pool, [key.digest for key in keys]) as call,
+            ):
                 yield call
         finally:
             self._storage.look()
+
+    @contextmanager
+    def _counting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self._storage.ledger.calls_failed += 1
+            raise
 
     @contextmanager
     def _noticing(self) -> Iterator[None]:
