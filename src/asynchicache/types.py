@@ -125,6 +125,15 @@ class Coverage:
     def trailing(self) -> bool:
         return self.pages is not None
 
+    @property
+    def kept(self) -> int:
+        """Pages of a sliding window to keep where a prefix ends; 0 if every page is kept anyway.
+
+        One more than a prefix needs: a prompt of whole pages that is asked again ends one page earlier,
+        because its last token is computed anew.
+        """
+        return 0 if self.pages is None else self.pages + 1
+
 
 ALL_PAGES = Coverage(None)
 

@@ -9,6 +9,8 @@ import pytest
 from asynchicache import CacheConfig, HybridCache, MissReason, Tier, WritePolicy
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.errors import ConfigError, InvalidTokensError, RequestStateError, UsageError
+from asynchicache.hashing import namespace_seed, page_digests
+from asynchicache.types import token_array
 from cache.paged_engine import PAGE, SPEC, PagedEngine, config, paged, spec_of
 
 PROMPT = list(range(100, 122))
@@ -45,6 +47,30 @@ async def test_a_cache_that_opens_again_gets_it_from_storage(pools: tuple[str, .
             hit = await PagedEngine(cache, memory).serve(PROMPT)
             assert hit.by_tier == expected
             assert cache.verify(idle=True) == []
+
+
+@pytest.mark.parametrize("spare", [0, 1], ids=["the window", "and the page before"])
+@pytest.mark.asyncio
+async def test_a_prompt_of_whole_pages_comes_again(spare: int) -> None:
+    """It ends a page earlier then, if the engine still has, and names, the page before its window."""
+    spec, store, prompt = spec_of("kv", "swa"), MemoryStore(), PROMPT[:WHOLE]
+    memory, right = paged(spec), (WHOLE - PAGE) * spare
+    tables = {name: memory.take(name, WHOLE // PAGE) for name in ("kv", "swa")}
+    options = config(spec)
+    async with HybridCache.open(spec, options, engine=memory.memory, storage=MemoryBackend(store)) as cache:
+        for name, table in tables.items():
+            memory.compute(name, table, page_digests(token_array(prompt), PAGE, namespace_seed(None)))
+        async with cache.request(prompt) as request:
+            await request.prefetch()
+            await request.load(into={})
+            swa = tables["swa"][-2 - spare :]
+            await request.checkpoint(WHOLE, pages={"kv": tables["kv"], "swa": swa})
+            assert await request.durable()
+        for again, tokens in (([*prompt, 1], WHOLE), (prompt, right)):
+            async with cache.request(again) as request:
+                assert request.hit.tokens == tokens
+    async with HybridCache.open(spec, options, engine=memory.memory, storage=MemoryBackend(store)) as cache:
+        assert (await PagedEngine(cache, memory).serve(prompt)).tokens == right
 
 
 @pytest.mark.asyncio

@@ -30,7 +30,7 @@ SPECS = [
     ModelSpec("windows", PAGE, 4, (KV, SWA)),
     ModelSpec("all", PAGE, 4, (KV, INDEX, SWA, STATE)),
 ]
-HOST_BYTES = 400_000
+HOST_BYTES = 500_000
 
 
 def sizes(spec: ModelSpec, host_bytes: int = HOST_BYTES, **options: object) -> dict[str, object]:

@@ -380,7 +380,7 @@ async def test_a_window_comes_back_with_its_tail_or_not_at_all():
     """The page of the window and those before it: if one is lost, the prefix ends where all are there."""
     spec = synthetic_spec(PAGE, ("kv", "swa"), window_pages=2)
     turn = list(range(1, 15))  # three pages and two tokens
-    for lost, hit in ((None, 14), (3, 12), (2, 0), (1, 0)):
+    for lost, hit in ((None, 14), (3, 12), (2, 8), (1, 4)):
         store = MemoryStore()
         async with reopened(spec, store) as cache:
             await TokenEngine(cache).serve(turn[:12], turn[12:])
@@ -399,7 +399,7 @@ async def test_a_window_comes_back_with_its_tail_or_not_at_all():
 @pytest.mark.asyncio
 async def test_a_window_pool_without_room_for_two_tails_uses_none():
     spec = synthetic_spec(PAGE, ("kv", "swa"), window_pages=2)
-    for pages, hit in ((3, 8), (4, 10)):
+    for pages, hit in ((4, 8), (5, 10)):
         sizes = {"swa": (pages, 8)}
         async with HybridCache.open(spec, options(spec, sizes=sizes)) as cache:
             engine = TokenEngine(cache)

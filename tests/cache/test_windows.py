@@ -26,6 +26,7 @@ from cache.engine import PAGE, Engine, config
 pytestmark = pytest.mark.asyncio
 
 WINDOW = 2  # pages
+KEPT = trailing_pages(WINDOW).kept
 KEYS = TensorSpec("keys", (1,), (3,), "uint8")
 INDEX = TensorSpec("index", (1,), (1,), "uint8")
 KV = PoolSpec("kv", (KEYS,))
@@ -68,6 +69,59 @@ async def test_each_tier_serves_in_turn(spec: ModelSpec, inline: bool):
         assert storage.by_tier == {Tier.STORAGE: 20}
 
 
+LONG = PoolSpec("long_swa", (KEYS,), coverage=trailing_pages(4))
+AGAIN = [SPECS[0], ModelSpec("two-windows", PAGE, 4, (KV, SWA, LONG)), ModelSpec("tokens", 1, 4, (KV, SWA))]
+
+
+async def _again(cache: HybridCache, tokens: list[int], *, away: bool) -> int:
+    """Serve a prompt once more, and say how much of it was cached."""
+    page = cache.spec.page_size
+    if away:  # others push it off the device
+        for salt in range(4):
+            await _compute(cache, [1000 + salt] * (6 * page))
+    return await _compute(cache, tokens)
+
+
+async def _compute(cache: HybridCache, tokens: list[int]) -> int:
+    async with cache.request(tokens) as request:
+        await request.prefetch()
+        await request.load()
+        hit = request.hit.tokens
+        request.extend(len(tokens) - hit)
+        await request.checkpoint(len(tokens), final=True)
+        await request.durable()
+    assert cache.verify() == []
+    return hit
+
+
+@pytest.mark.parametrize("spec", AGAIN, ids=lambda spec: spec.model)
+@pytest.mark.parametrize("more", [-1, 0, 1])
+async def test_a_prompt_that_comes_again_hits_all_but_its_last_page(spec, more: int, tmp_path: Path):
+    """Of whole pages too, from each tier: its last token is computed anew, so it ends a page earlier."""
+    page = spec.page_size
+    prompt = list(range(100, 100 + 8 * page + more))
+    right = (len(prompt) - 1) // page * page
+    device = {pool.name: 12 if pool is KV else 10 for pool in spec.owners}
+    stored = config(
+        device_slots=device,
+        host_slots=dict.fromkeys(device, 60),
+        storage="file",
+        storage_options={"path": str(tmp_path / "pages")},
+    )
+    async with HybridCache.open(spec, stored) as cache:
+        assert await _compute(cache, prompt) == 0
+        assert await _again(cache, prompt, away=False) == right
+        await cache.flush()
+        assert await _again(cache, prompt, away=False) == right  # from storage
+    async with HybridCache.open(spec, stored) as cache:
+        assert await _again(cache, prompt, away=True) == right  # from storage, by another process
+        assert await _again(cache, prompt, away=True) == right  # from the host
+    first = list(range(500, 500 + 8 * page + more))
+    async with HybridCache.open(spec, stored) as cache:
+        assert await _compute(cache, first) == 0
+        assert await _again(cache, first, away=True) == right  # from the host, for the first time
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.model)
 async def test_a_file_survives_a_restart(spec: ModelSpec, tmp_path: Path):
     stored = options(spec=spec, storage="file", storage_options={"path": str(tmp_path / "pages")})
@@ -85,13 +139,13 @@ async def test_a_conversation_holds_one_window():
             for end in range(PAGE, len(PROMPT) + 1, PAGE):  # a prefill in chunks of a page
                 request.extend(PAGE)
                 request.advance(end)
-                assert len(request.pages("swa")) <= WINDOW
+                assert len(request.pages("swa")) <= KEPT
             assert len(request.pages("kv")) == 5
-            assert request.first_page("swa") == 3
+            assert request.first_page("swa") == 2
             await request.checkpoint(len(PROMPT))
         await cache.drain()
         device, host = cache.statistics().occupancy["swa"]
-        assert (device.held, host.held) == (WINDOW, WINDOW)
+        assert (device.held, host.held) == (KEPT, KEPT)
         assert cache.verify() == []
 
 
@@ -104,7 +158,7 @@ async def test_pages_are_given_back_behind_the_forward_that_reads_them():
             request.advance(len(PROMPT), after=compute)
             assert cache.statistics().occupancy["swa"][0].held == 5  # the stream has not been asked yet
             await cache.drain()
-            assert cache.statistics().occupancy["swa"][0].held == WINDOW
+            assert cache.statistics().occupancy["swa"][0].held == KEPT
             request.close(after=compute)
         await cache.drain()
         assert cache.verify() == []
@@ -129,7 +183,7 @@ async def test_what_is_here_of_a_window_is_not_read_again():
         engine = Engine(cache)
         await engine.serve(PROMPT)
         await cache.flush()
-        assert (await engine.serve(PROMPT[:17], prefetch=True)).tokens == 0  # no window at 16 was stored
+        assert (await engine.serve(PROMPT[:17])).tokens == 16
         before = cache.statistics().pages_read
         hit = await engine.serve([*PROMPT, 1])
         assert hit.tokens == len(PROMPT)
@@ -138,7 +192,7 @@ async def test_what_is_here_of_a_window_is_not_read_again():
 
 
 async def test_a_miss_names_the_window():
-    async with HybridCache.open(SPECS[0], options(device_slots={"kv": 32, "swa": 3})) as cache:
+    async with HybridCache.open(SPECS[0], options(device_slots={"kv": 32, "swa": 4})) as cache:
         async with cache.request(PROMPT) as request:
             await request.load()
             for end in range(PAGE, len(PROMPT) + 1, PAGE):
@@ -167,11 +221,11 @@ async def test_a_window_that_made_room_asks_for_more_slots():
 
 
 async def test_pools_too_small_for_a_window_name_the_number():
-    with pytest.raises(ConfigError, match=r"pool 'swa' has 2 device pages; one request needs 3"):
+    with pytest.raises(ConfigError, match=r"pool 'swa' has 2 device pages; one request needs 4"):
         async with HybridCache.open(SPECS[0], options(device_slots={"kv": 32, "swa": 2})):
             pass
-    with pytest.raises(ConfigError, match=r"pool 'swa' has 1 host pages; one window needs 2"):
-        async with HybridCache.open(SPECS[0], options(host_slots={"swa": 1})):
+    with pytest.raises(ConfigError, match=r"pool 'swa' has 2 host pages; a window of 2 .* need 3"):
+        async with HybridCache.open(SPECS[0], options(host_slots={"swa": 2})):
             pass
 
 
@@ -183,7 +237,9 @@ async def test_a_prompt_longer_than_the_pool_goes_in_chunks():
                 request.extend(len(PROMPT))
             request.extend(3 * PAGE)
             request.advance(3 * PAGE)
-            request.extend(2 * PAGE)
+            request.extend(PAGE)
+            request.advance(4 * PAGE)
+            request.extend(PAGE)
             await request.checkpoint(len(PROMPT))
         assert cache.verify() == []
 
@@ -288,4 +344,4 @@ async def test_a_snapshot_that_was_published_holds_no_pages_back():
             request.extend(PAGE)
             request.append(range(PAGE))
             request.advance(request.reserved)
-            assert len(request.pages("swa")) <= WINDOW
+            assert len(request.pages("swa")) <= KEPT

@@ -133,10 +133,9 @@ def test_a_window_pool_of_one_page_is_not_a_state() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["gemma3", "gemma3_narrow", "lfm3", "llama4"])
 async def test_a_long_prompt_goes_through_a_short_pool_in_chunks(name: str) -> None:
-    """The pool has room for one window and a page; what the window has left is given back on the way."""
+    """The pool has room for what is kept of one window and a page; the rest is given back on the way."""
     model, tokens, stop = tiny_model(name), random_tokens(LENGTH), 6 * PAGE
-    needed = tiny_spec(name).pool("swa").coverage.pages or 0
-    options = {"kv": 8, "swa": needed + 1, "mamba": 2}
+    options = {"kv": 8, "swa": tiny_spec(name).pool("swa").coverage.kept + 1, "mamba": 2}
     async with open_tiers(name, device_slots=options) as (cache, bridge):
         held = new_cache(tiny_config(name))
         async with cache.request(tokens) as request:
@@ -158,10 +157,10 @@ async def test_a_long_prompt_goes_through_a_short_pool_in_chunks(name: str) -> N
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["gemma3", "gemma3_narrow", "lfm3"])
 async def test_the_least_bytes_that_are_not_refused_serve_one_request(name: str) -> None:
-    """One page, and of a window one page more than it has; a byte less is refused with the number."""
+    """One page, and of a window one page more than is kept; a byte less is refused with the number."""
     spec = tiny_spec(name)
-    window = spec.pool("swa").coverage.pages or 0
-    slots = {pool.name: window + 1 if pool.name == "swa" else 1 for pool in spec.owners}
+    kept = spec.pool("swa").coverage.kept
+    slots = {pool.name: kept + 1 if pool.name == "swa" else 1 for pool in spec.owners}
     least = sum(pool.slot_bytes(PAGE) * slots[pool.name] for pool in spec.owners)
     with pytest.raises(CapacityError, match=f"one request needs {least}.* raise device_bytes"):
         async with HybridCache.open(spec, CacheConfig(device_bytes=least - 1)):

@@ -327,13 +327,13 @@ def test_where_nothing_can_be_on_the_host_nothing_is_owed() -> None:
 def test_room_for_a_path_is_not_made_at_the_cost_of_what_is_to_be_saved() -> None:
     """The host gives up a window, and with it goes a state that is on the device only, and just about to be
     copied: it could not be resumed at."""
-    sim = simulation(mamba=(8, 8), swa=(16, 2))
+    sim = simulation(mamba=(8, 8), swa=(16, 3))
     state, window = (sim.planner.state.names.index(name) for name in ("mamba", "swa"))
     upper = published(sim, HEAD)
     saved(sim, upper)
     books = sim.planner.state
     books.evict(place_of(state, Tier.HOST), 8, dirty=True)
-    lower = published(sim, [*HEAD, 5, 6, 7, 8])
+    lower = published(sim, [*HEAD, 5, 6, 7, 8, 9, 10])
     books.evict(place_of(window, Tier.DEVICE), 2, dirty=True)
     assert [bool(upper.slots_at(place_of(window, tier))) for tier in (Tier.DEVICE, Tier.HOST)] == [
         False,
@@ -344,7 +344,7 @@ def test_room_for_a_path_is_not_made_at_the_cost_of_what_is_to_be_saved() -> Non
     copies = writer(sim).backup(lower)
 
     moved = [(transfer.pool, len(transfer.sources)) for copy in copies for transfer in copy.transfers]
-    assert sorted(moved) == [("kv", 2), ("mamba", 1), ("mamba", 1), ("swa", 2)]
+    assert sorted(moved) == [("kv", 3), ("mamba", 1), ("mamba", 1), ("swa", 3)]
     assert not upper.slots_at(place_of(window, Tier.HOST)), "it had to make room"
     for copy in copies:
         sim.planner.copy_finished(copy, None)
@@ -559,13 +559,13 @@ def test_each_component_of_a_path_must_be_stored() -> None:
 def test_of_a_window_what_its_end_needs_must_be_stored() -> None:
     sim = simulation(swa=(16, 16))
     upper = published(sim, HEAD)
-    lower = published(sim, [*HEAD, 5, 6, 7, 8])
+    lower = published(sim, [*HEAD, 5, 6, 7, 8, 9, 10])
     stored(sim, upper)
     stored(sim, lower)
     assert writer(sim).is_stored(lower)
 
     upper.stored = 0b01
-    assert writer(sim).is_stored(lower), "its window is the lower one's two pages"
+    assert writer(sim).is_stored(lower), "the lower one's three pages are kept for it"
     assert not writer(sim).is_stored(upper)
     lower.stored = 0b01
     assert not writer(sim).is_stored(lower)
@@ -619,10 +619,10 @@ def test_of_windows_the_use_of_what_an_end_needs_is_told() -> None:
         node.stored = 0b11
     chain = digests(tokens)
 
-    assert writer(sim).digests_to_touch([lower]) == {FULL: chain[::-1], 1: [chain[4], chain[3]]}
+    assert writer(sim).digests_to_touch([lower]) == {FULL: chain[::-1], 1: chain[:1:-1]}
     assert writer(sim).digests_to_touch([upper]) == {FULL: chain[1::-1], 1: chain[1::-1]}
-    assert writer(sim).digests_to_touch([upper, lower])[1] == [chain[1], chain[0], chain[4], chain[3]]
-    assert writer(sim).pages_marked_stored(lower)[1] == {FULL: range(5), 1: [3, 4]}
+    assert writer(sim).digests_to_touch([upper, lower])[1] == [chain[1], chain[0], *chain[:1:-1]]
+    assert writer(sim).pages_marked_stored(lower)[1] == {FULL: range(5), 1: [2, 3, 4]}
 
 
 def test_a_window_that_storage_lost_a_page_of_is_written_anew() -> None:

@@ -229,7 +229,7 @@ def _press(policy: WritePolicy, states: bool, windows: dict[str, int], seed: int
     if states:
         slots["mamba"] = (rng.randint(7, 9), rng.randint(2, 8))
     for name, pages in windows.items():
-        slots[name] = (rng.randint(9, 16), rng.choice([0, rng.randint(pages, 12)]))
+        slots[name] = (rng.randint(9, 16), rng.choice([0, rng.randint(pages + 1, 12)]))
     sim = Simulation(rng, states=states, windows=windows, slots=slots, policy=policy)
     histories: list[list[int]] = [[]]
     for _ in range(250):

@@ -188,8 +188,8 @@ def test_a_copy_of_the_counters_stays_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("device", "host", "words"),
     [
-        (3, 0, "has 3 device pages; one request needs 4, a window of 3 and the page it writes"),
-        (4, 2, "has 2 host pages; one window needs 3"),
+        (4, 0, "has 4 device pages; one request needs 5: a window of 3 and the page kept before it"),
+        (5, 3, "has 3 host pages; a window of 3 and the page kept before it need 4"),
     ],
 )
 def test_a_pool_without_room_for_a_window_is_refused(device: int, host: int, words: str) -> None:
@@ -197,7 +197,7 @@ def test_a_pool_without_room_for_a_window_is_refused(device: int, host: int, wor
         simulation(windows={"swa": 3}, kv=(8, 8), swa=(device, host))
 
 
-@pytest.mark.parametrize(("device", "host"), [(4, 0), (4, 3)])
+@pytest.mark.parametrize(("device", "host"), [(5, 0), (5, 4)])
 def test_room_for_one_window_is_enough(device: int, host: int) -> None:
     sim = simulation(windows={"swa": 3}, kv=(8, 8), swa=(device, host))
     assert [free.capacity for free in sim.planner.state.free] == [8, 8, device, host]

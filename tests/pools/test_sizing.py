@@ -131,9 +131,9 @@ WINDOWED = ModelSpec("m", 16, 2, (KV, WINDOWS))
 
 
 def test_windows_are_divided_by_their_pages():
-    """A window of 4 pages at the end of each turn, whatever the turn's length."""
+    """Five pages are kept at the end of each turn, whatever its length: a window of four, and one more."""
     budget = 1 << 20
-    for pages, share in ((16, 4), (8, 2), (2, 1)):
+    for pages, share in ((20, 4), (10, 2), (2, 1)):
         options = SizeOptions(device_bytes=budget, tokens_per_state=16 * pages)
         slots = plan_slots(WINDOWED, options, PLENTY)
 
@@ -153,17 +153,17 @@ def test_states_follow_the_length_of_turns():
 
 
 def test_a_window_is_given_as_a_whole_or_not_at_all():
-    """Of 12 slots 5 are one window and the page to write; of few host slots none."""
+    """Of 12 slots 6 are what is kept of one window, and the page to write; of few host slots none."""
     options = SizeOptions(device_bytes=12 * 512, host_ratio=0.25)
     slots = plan_slots(WINDOWED, options, PLENTY)
 
-    assert slots == {"kv": (7, 2), "swa": (5, 4)}
+    assert slots == {"kv": (6, 2), "swa": (6, 5)}
     tight = SizeOptions(device_bytes=12 * 512, host_bytes=4 * 2 * ALIGNMENT)
-    assert plan_slots(WINDOWED, tight, PLENTY)["swa"] == (5, 0)
+    assert plan_slots(WINDOWED, tight, PLENTY)["swa"] == (6, 0)
 
 
 def test_too_few_bytes_for_one_window():
-    with pytest.raises(CapacityError, match=r"one request needs 3072, for slots {'kv': 1, 'swa': 5}"):
+    with pytest.raises(CapacityError, match=r"one request needs 3584, for slots {'kv': 1, 'swa': 6}"):
         plan_slots(WINDOWED, SizeOptions(device_bytes=3071), PLENTY)
 
 

@@ -107,6 +107,10 @@ class Model:
         """The pages, or the one with the state, that a prefix needs of a component."""
         return self.path(key)[-self.windows.get(component_id, 1) :]
 
+    def keeps(self, key: Key, component_id: int) -> list[Key]:
+        """The pages of a window that are kept for a prefix: one more than it needs."""
+        return self.path(key)[-self.windows[component_id] - 1 :]
+
     def restorable(self, key: Key) -> bool:
         return all(
             self.nearest(self.page(prefix), component_id) is not None

@@ -243,7 +243,7 @@ class Twins:
 
     def unsaved(self, key: Key) -> Iterator[tuple[Key, int]]:
         """In the order of the tree's nodes: each with its full pages first."""
-        needed = {component_id: set(self.model.needs(key, component_id)) for component_id in self.windows}
+        needed = {component_id: set(self.model.keeps(key, component_id)) for component_id in self.windows}
         for node in path_of(self.tree, key):
             pages = self.model.path(prefix_of(node), node.end - node.pages)
             if self.model.page(pages[-1]).at(FULL_HOST) == ABSENT:
@@ -259,11 +259,16 @@ class Twins:
                         yield page, component_id
 
     def unloaded(self, key: Key) -> Iterator[tuple[Key, int]]:
+        """The page that is kept before a window comes with the node that it is in."""
         for prefix in self.model.path(key):
             if self.model.page(prefix).at(FULL_DEVICE) == ABSENT:
                 yield prefix, FULL
         for component_id in range(1, self.model.width) if key[1] else ():
-            for prefix in self.model.needs(key, component_id):
+            wanted = needed = self.model.needs(key, component_id)
+            if component_id in self.windows:
+                parts = [self.model.path(prefix_of(n), n.end - n.pages) for n in path_of(self.tree, key)]
+                wanted = [page for part in parts if part[-1] in needed for page in part]
+            for prefix in wanted:
                 if self.model.nearest(self.model.page(prefix), component_id) is Tier.HOST:
                     yield prefix, component_id
 

@@ -328,8 +328,8 @@ class BackupPlanner:
 
     def is_stored(self, node: Node) -> bool:
         """Whether everything that the path to `node` has in memory is in storage too. Of windows, only the
-        pages count that a prefix ending at `node` needs."""
-        needed = {component.id: set(component.needs(node)) for component in self._tree.windows}
+        pages count that are kept for a prefix ending at `node`."""
+        kept = {component.id: set(component.keeps(node)) for component in self._tree.windows}
         storing = self.storing()
         while node.parent is not None:
             held = 0
@@ -338,7 +338,7 @@ class BackupPlanner:
                     node.slots[place_of(component_id, Tier.DEVICE)]
                     or node.slots[place_of(component_id, Tier.HOST)]
                 )
-                if slots and node in needed.get(component_id, (node,)):
+                if slots and node in kept.get(component_id, (node,)):
                     held |= 1 << component_id
             if held & ~node.stored or node in storing:
                 return False
@@ -368,7 +368,7 @@ class BackupPlanner:
         for end in reversed(list(ends)):
             parts = {FULL: _path(end)}
             for component in self._tree.components:
-                parts[component.id] = list(component.needs(end)) if end.parent is not None else []
+                parts[component.id] = list(component.keeps(end)) if end.parent is not None else []
             for component_id, nodes in parts.items():
                 fresh = [n for n in nodes if n.stored >> component_id & 1 and (n, component_id) not in seen]
                 seen.update((node, component_id) for node in fresh)
@@ -393,8 +393,8 @@ class BackupPlanner:
             state, of the last page before it). For full pages, the range of all of them.
         """
         ends = (node, *earlier)
-        needed = {
-            window.id: {part for end in ends for part in window.needs(end)} for window in self._tree.windows
+        kept = {
+            window.id: {part for end in ends for part in window.keeps(end)} for window in self._tree.windows
         }
         parts = _path(node)
         marked: dict[int, Sequence[int]] = {FULL: range(parts[0].end if parts else 0)}
@@ -402,7 +402,7 @@ class BackupPlanner:
             pages = [
                 page
                 for part in reversed(parts)
-                if part.stored >> component.id & 1 and part in needed.get(component.id, (part,))
+                if part.stored >> component.id & 1 and part in kept.get(component.id, (part,))
                 for page in range(part.end - (part.pages if component.paged else 1), part.end)
             ]
             if pages:

@@ -15,6 +15,7 @@ from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.tree import copies
+from asynchicache.tree.components import WindowComponent, nodes_from
 from asynchicache.tree.copies import CopyRequest
 from asynchicache.tree.node import ABSENT, FULL, FULL_HOST, Locks, Node, place_of
 from asynchicache.types import Direction, MissReason, PoolTransfer, Tier
@@ -197,7 +198,7 @@ class EnginePlanner:
         kept: Locks = [(above, FULL_HOST)] if above.pages else []
         state.lock(kept)
         try:
-            end, batch = self._full_pages(request, above, pages, numbers.get(state.names[FULL], {}))
+            end, batch = self._full_pages(request, above, pages, numbers)
             if end.end == pages and end.pages:
                 batch += self._others(end, numbers, kept)
         finally:
@@ -209,11 +210,12 @@ class EnginePlanner:
         return self._copy(end, batch, numbers)
 
     def _full_pages(
-        self, request: RequestState, above: Node, pages: int, numbers: Mapping[int, int]
+        self, request: RequestState, above: Node, pages: int, numbers: Mapping[str, Mapping[int, int]]
     ) -> tuple[Node, list[tuple[CopyRequest, list[int]]]]:
         """Grow the path behind `above` by the full pages that are named and have room; returns its end."""
         state, tree = self._state, self._tree
-        stop = next((page for page in range(above.end, pages) if page not in numbers), pages)
+        named = numbers.get(state.names[FULL], {})
+        stop = next((page for page in range(above.end, pages) if page not in named), pages)
         if not state.make_room(FULL_HOST, stop - above.end):
             room = min(state.free[FULL_HOST].available, stop - above.end - 1)
             state.counters.host_pressure += stop - above.end - room
@@ -224,7 +226,7 @@ class EnginePlanner:
             key = memoryview(request.tokens).cast("B")[above.end * size : stop * size].tobytes()
             end = tree.add_child(above, key)
             for window in tree.windows if stop == pages else ():
-                tree.cut_window(end, window.id)
+                tree.cut_window(end, self._begin(window, end, numbers))
             for part in _path(end, above.end):
                 part.hits = 1
         self._backups.count_seen(request, stop)
@@ -236,11 +238,12 @@ class EnginePlanner:
     ) -> list[tuple[CopyRequest, list[int]]]:
         """The windows and states at `end` that the host lacks and the engine names, where there is room."""
         batch: list[tuple[CopyRequest, list[int]]] = []
-        for window in self._tree.windows:  # all of them first: a cut divides nodes that have slots by then
-            self._tree.cut_window(end, window.id)
+        begins = {window.id: self._begin(window, end, numbers) for window in self._tree.windows}
+        for begin in begins.values():  # all of them first: a cut divides nodes that have slots by then
+            self._tree.cut_window(end, begin)
         for component in self._tree.components:
             place, named = place_of(component.id, Tier.HOST), numbers.get(self._state.names[component.id], {})
-            parts = list(component.needs(end))
+            parts = list(nodes_from(end, begins.get(component.id, end.end - 1)))
             missing = [part for part in parts if part.residency[place] == ABSENT]
             if not all(page in named for part in missing for page in _pages(part, component.paged)):
                 continue  # a window with a gap is useless
@@ -257,6 +260,14 @@ class EnginePlanner:
             if not missing:
                 self._tree.use(component, end)
         return batch
+
+    def _begin(self, window: WindowComponent, end: Node, numbers: Mapping[str, Mapping[int, int]]) -> int:
+        """The first page to keep of a window that ends at `end`: of the page that it need not have, only what
+        the engine names or the host has."""
+        page, named = window.first_kept(end), numbers.get(self._state.names[window.id], {})
+        *_, part = window.keeps(end)
+        there = part.residency[place_of(window.id, Tier.HOST)] != ABSENT
+        return page if there or page in named else window.first(end)
 
     def _copy(
         self,

@@ -87,7 +87,7 @@ class LoadPlanner:
         while the page is copied, there are two of it."""
         free = self._state.free
         windows = all(
-            free[place_of(component.id, Tier.DEVICE)].capacity > component.pages + 1
+            free[place_of(component.id, Tier.DEVICE)].capacity > component.kept + 1
             for component in self._tree.windows
         )
         return windows and -(-len(tokens) // self._state.page_size) < free[FULL_DEVICE].capacity

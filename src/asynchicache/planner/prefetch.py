@@ -686,7 +686,7 @@ class PrefetchPlanner:
         if end is None:
             return
         for window in self._tree.windows:
-            self._tree.cut_window(end, window.id)
+            self._tree.cut_window(end, window.first_kept(end))
         for component in self._tree.components:
             if component.id in read.slots:
                 read.slots[component.id] = self._attach(read, component, end, outcomes[component.id])

@@ -270,21 +270,18 @@ class CacheState:
             device, host = (
                 self.free[place_of(component.id, tier)].capacity for tier in (Tier.DEVICE, Tier.HOST)
             )
-            name, least = self.names[component.id], component.pages + 1
-            if self.host_only and host < component.pages:
+            name, kept = self.names[component.id], component.kept
+            window = f"a window of {component.pages} and the page kept before it"
+            if device < kept + 1 and not self.host_only:
                 raise ConfigError(
-                    f"pool {name!r} has {host} host pages; one window needs {component.pages}, and no hit is "
-                    f"possible without: raise the host pages of {name!r}"
+                    f"pool {name!r} has {device} device pages; one request needs {kept + 1}: {window}, and "
+                    f"the page it writes: raise the device pages of {name!r}"
                 )
-            if device < least and not self.host_only:
+            if host < kept and (host or self.host_only):
+                cure = "no hit is possible without" if self.host_only else "0 keep it off the host"
                 raise ConfigError(
-                    f"pool {name!r} has {device} device pages; one request needs {least}, a window of "
-                    f"{component.pages} and the page it writes: raise the device pages of {name!r}"
-                )
-            if 0 < host < component.pages:
-                raise ConfigError(
-                    f"pool {name!r} has {host} host pages; one window needs {component.pages}: raise the "
-                    f"host pages of {name!r}, or set them to 0 to keep it off the host"
+                    f"pool {name!r} has {host} host pages; {window} need {kept}: raise the host pages of "
+                    f"{name!r}; {cure}"
                 )
 
     def make_room_for_all(self, counts: Mapping[SlotPlace, int]) -> SlotPlace | None:

@@ -1,7 +1,7 @@
 """Sliding-window pages of requests: allocated as a request grows, published, freed as it moves on.
 
-A request keeps only the pages that the next forward reads and the last page boundary needs. The pool size
-therefore does not depend on the length of sequences (sgl-project/sglang#23391).
+A request keeps only the pages that the next forward reads, and those to keep at the last page boundary. The
+pool size therefore does not depend on the length of sequences (sgl-project/sglang#23391).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class WindowPlanner:
             pages = min(pages, snapshot)
         retired = RetiredPages()
         for component in self._tree.windows:
-            self._retire(request, component, pages - component.pages, retired)
+            self._retire(request, component, pages - component.kept, retired)
         if not retired.locks and not retired.slots:
             return None
         self._state.locked.append(retired.locks)

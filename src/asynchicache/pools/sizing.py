@@ -221,8 +221,8 @@ def weight(pool: PoolSpec, pages_per_state: int) -> int:
 
 
 def window_pages(pool: PoolSpec) -> int:
-    """Pages of the pool's window; 0 without a window."""
-    return pool.coverage.pages or 0 if pool.per_token else 0
+    """Pages that the pool keeps of a window; 0 without a window."""
+    return pool.coverage.kept if pool.per_token else 0
 
 
 def _least(pool: PoolSpec) -> int:

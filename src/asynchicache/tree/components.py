@@ -36,6 +36,10 @@ class Component(Protocol):
         """The nodes whose slots a prefix that ends at `node` needs, the last one first."""
         ...
 
+    def keeps(self, node: Node) -> Iterator[Node]:
+        """The nodes whose slots are kept for a prefix that ends at `node`, the last one first."""
+        ...
+
     def nearest(self, node: Node) -> Tier | None:
         """The nearest tier that has the node's own slots, as `tier` counts."""
         ...
@@ -76,26 +80,34 @@ class StateComponent(_Places):
         if node.parent is not None:
             yield node
 
+    keeps = needs
+
 
 class WindowComponent(_Places):
     """A sliding window: the last `pages` pages before the end, or all of a shorter prefix.
 
-    Before an end inside a page, it is that page and the window before it.
+    Before an end inside a page, it is that page and the window before it. The last `kept` pages are kept, see
+    `Coverage.kept`.
 
     A node has slots for all of its pages or for none. A node without is a tombstone: the window moved on
     or was evicted, and a later insertion may fill it again.
     """
 
-    __slots__ = ("pages",)
+    __slots__ = ("kept", "pages")
     paged = True
 
-    def __init__(self, component_id: int, pages: int) -> None:
+    def __init__(self, component_id: int, pages: int, kept: int) -> None:
         super().__init__(component_id)
         self.pages = pages
+        self.kept = kept
 
     def first(self, node: Node) -> int:
         """The first page that a prefix ending at `node` needs."""
         return max(node.end - (node.tail > 0) - self.pages, 0)
+
+    def first_kept(self, node: Node) -> int:
+        """The first page that is kept for a prefix ending at `node`."""
+        return max(node.end - (node.tail > 0) - self.kept, 0)
 
     def longest(self, node: Node, partial: Node | None, inside: int) -> End:
         """One walk up: a gap moves the end to its upper edge, because every nearer end needs the gap too."""
@@ -120,10 +132,17 @@ class WindowComponent(_Places):
         return farthest
 
     def needs(self, node: Node) -> Iterator[Node]:
-        first = self.first(node)
-        while node.parent is not None and node.end > first:
-            yield node
-            node = node.parent
+        return nodes_from(node, self.first(node))
+
+    def keeps(self, node: Node) -> Iterator[Node]:
+        return nodes_from(node, self.first_kept(node))
+
+
+def nodes_from(node: Node, page: int) -> Iterator[Node]:
+    """The nodes of the path to `node` that have pages from number `page` on, the last one first."""
+    while node.parent is not None and node.end > page:
+        yield node
+        node = node.parent
 
 
 def make_component(coverage: Coverage, component_id: int, *, paged: bool) -> Component:
@@ -133,7 +152,7 @@ def make_component(coverage: Coverage, component_id: int, *, paged: bool) -> Com
         ConfigError: no component serves it.
     """
     if coverage.pages is not None and paged:
-        return WindowComponent(component_id, coverage.pages)
+        return WindowComponent(component_id, coverage.pages, coverage.kept)
     if coverage.pages == 1:
         return StateComponent(component_id)
     raise ConfigError(

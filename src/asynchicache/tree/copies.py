@@ -76,10 +76,10 @@ class TierCopy:
 
 def missing_on_device(tree: UnifiedRadixTree, node: Node) -> list[CopyRequest]:
     """What a prefix that ends at `node` needs on the device and has on the host only: full pages, parents
-    first, and the pages of windows, neither more nor less of them. States are not the tree's to load:
-    each request has its own."""
+    first, and the pages of windows, at most those that are kept. States are not the tree's to load: each
+    request has its own."""
     for component in tree.windows:
-        tree.cut_window(node, component.id)
+        tree.cut_window(node, component.first_kept(node))
     wanted = []
     current = node
     while current.residency[FULL_DEVICE] == ABSENT and current.parent is not None:
@@ -97,14 +97,14 @@ def missing_on_device(tree: UnifiedRadixTree, node: Node) -> list[CopyRequest]:
 
 def missing_on_host(tree: UnifiedRadixTree, node: Node) -> list[CopyRequest]:
     """What of the path to `node` is on the device and not on the host, parents first; of windows only
-    what a prefix that ends at `node` needs.
+    what is kept for a prefix that ends at `node`.
 
     Parents come along because a child on the host stands on its parent's pages there. A component
     whose device copy is itself still arriving is left for another time.
     """
     for component in tree.windows:
-        tree.cut_window(node, component.id)
-    inside = {component.id: set(component.needs(node)) for component in tree.windows}
+        tree.cut_window(node, component.first_kept(node))
+    inside = {component.id: set(component.keeps(node)) for component in tree.windows}
     path: list[Node] = []
     while node.parent is not None:
         path.append(node)

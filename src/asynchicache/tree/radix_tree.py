@@ -359,12 +359,11 @@ class UnifiedRadixTree:
             for node, place in more:
                 self.lock_for(locks, node, place)
 
-    def cut_window(self, node: Node, component_id: int) -> None:
-        """Split the path so that a node begins where the window that ends at `node` does.
+    def cut_window(self, node: Node, first: int) -> None:
+        """Split the path to `node` so that a node begins with page `first`, where its window does.
 
         What precedes the window can then be evicted by itself.
         """
-        first = next(component.first(node) for component in self.windows if component.id == component_id)
         while node.end - node.pages > first and node.parent is not None:
             node = node.parent
         if node.end - node.pages < first < node.end:
@@ -928,12 +927,15 @@ class UnifiedRadixTree:
         """Take the windows behind pages that were just inserted; this may cut the nodes of those pages."""
         begun = [node.end - node.pages for node in result.filled]
         for component_id, pages in windows.items():
-            self.cut_window(result.node, component_id)  # what precedes the window can then be evicted alone
+            self.cut_window(result.node, self._window(component_id).first_kept(result.node))
             result.windows[component_id] = self.take_pages(result.node, component_id, Tier.DEVICE, pages)
             self.use(self.components[component_id - 1], result.node)
         result.filled = [
             part for fresh, start in zip(result.filled, begun, strict=True) for part in _parts(fresh, start)
         ]
+
+    def _window(self, component_id: int) -> WindowComponent:
+        return next(component for component in self.windows if component.id == component_id)
 
     def published(self, node: Node, credit: float, *, fresh: bool) -> None:
         """A request published the path to `node`; `fresh`: it computed pages that the tree had not."""
@@ -1043,7 +1045,7 @@ class UnifiedRadixTree:
         """
         component = self.components[component_id - 1]
         above = node.parent
-        for part in component.needs(node):
+        for part in component.keeps(node):
             above = part.parent
         while above is not None and above.parent is not None and len(above.children) - above.tails <= 1:
             if self.age(above, component_id):

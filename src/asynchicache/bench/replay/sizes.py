@@ -49,7 +49,7 @@ def plan_sizes(
         if pool.per_token and shares[pool.name][0] == 1:
             device += found.longest
         if pool.per_token and pool.coverage.pages is not None:
-            device += pool.coverage.pages + 1
+            device += pool.coverage.kept + 1
         slots[pool.name] = device + _AT_WORK, host
     return Sizes(needs, slots)
 

@@ -69,7 +69,7 @@ class PrefixCopies:
     Attributes:
         pools: device memory, by layer.
         has_states: whether the model has recurrent layers, or others that keep states.
-        window_pages: pages of sliding windows that a prefix needs at its end; 0 without windows.
+        window_pages: pages of sliding windows that are kept at the end of a prefix; 0 without windows.
     """
 
     def __init__(
@@ -90,8 +90,7 @@ class PrefixCopies:
         )
         self.config = config
         _, *others = spec.owners
-        windows = [pool.coverage.pages or 0 for pool in others if pool.per_token]
-        self.window_pages = max(windows, default=0)
+        self.window_pages = max((pool.coverage.kept for pool in others if pool.per_token), default=0)
         self.has_states = any(not pool.per_token for pool in others)
 
     def restore(self, tokens: int, slots: HitSlots) -> DynamicCache:

@@ -33,7 +33,7 @@ class PrefixContext:
         page_size: tokens per page.
         piece: most tokens to reserve pages for at once, so that a window pool need not hold a whole prompt.
         has_states: whether the model keeps states.
-        window_pages: pages of sliding windows that a prefix needs at its end; 0 without windows.
+        window_pages: pages of sliding windows that are kept at the end of a prefix; 0 without windows.
         weights: what the model computes with.
     """
 

@@ -232,9 +232,7 @@ class ConnectorScheduler:
         for number, block, tokens in offers:
             if block and number in pools and tokens % size == 0 and tokens <= whole * size:
                 states.setdefault(tokens, {})[pools[number]] = [block]
-        # The same prompt again computes its last token, and so resumes a block before its whole end.
-        resumes = self._whole(tracked, tracked.request.num_prompt_tokens - 1)
-        lengths = sorted({*states, *(end * size for end in (resumes, whole) if tracked.kept < end <= whole)})
+        lengths = sorted({*states, whole * size} if whole > tracked.kept else states)
         if not lengths:
             return
         tracked.kept = max(tracked.kept, whole)

@@ -294,7 +294,7 @@ class HitOracle:
     def _uses_tails(self, tokens: array[int]) -> bool:
         """Whether a prefix of a sequence may end inside a page: its page is there twice for a while."""
         needs = {FULL: -(-len(tokens) // self._size) + 1}
-        needs |= {n: (self._coverages[n].pages or 0) + 2 for n in self._windows}
+        needs |= {n: self._coverages[n].kept + 2 for n in self._windows}
         room = all(self._state.free[place_of(n, Tier.DEVICE)].capacity >= need for n, need in needs.items())
         return self._tree.tails and room
 

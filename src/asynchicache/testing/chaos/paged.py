@@ -97,7 +97,7 @@ class ChaosBlocks:
     def named(
         self, tables: dict[str, list[int]], pages: int, restored: int = 0
     ) -> dict[str, Sequence[int | None]]:
-        """The pages of every pool for a prefix of `pages` pages; of windows and states, those that it needs.
+        """The pages of every pool for a prefix of `pages` pages; of windows and states, those that are kept.
 
         Args:
             tables: of the request.
@@ -112,7 +112,7 @@ class ChaosBlocks:
             elif window is None:
                 found[pool.name] = table[:pages]
             else:
-                first = max(pages - window, restored - window, 0)
+                first = max(pages - pool.coverage.kept, restored - window, 0)
                 found[pool.name] = [None if page < first else table[page] for page in range(pages)]
         return found
 

@@ -419,9 +419,9 @@ def _draw_shared(chance: random.Random, model: ModelShape, sizes: dict[str, Cach
 
 
 def host_bytes(spec: ModelSpec, sizes: Mapping[str, CacheSizes]) -> int:
-    """Bytes of the pools' own host slots, with a window and two pages of each at least."""
+    """Bytes of the pools' own host slots, with a window and three pages of each at least."""
     return sum(
-        max(sizes[pool.slots_of or pool.name].host, (pool.coverage.pages or 0) + 2)
+        max(sizes[pool.slots_of or pool.name].host, (pool.coverage.pages or 0) + 3)
         * slot_cost(pool, spec.page_size, host=True)
         for pool in spec.pools
     )
@@ -431,15 +431,15 @@ def draw_sizes(chance: random.Random, model: ModelShape) -> dict[str, CacheSizes
     """Draw pools that one long sequence nearly fills; some have no host memory."""
     sizes: dict[str, CacheSizes] = {}
     for pool in model.spec().owners:
-        window = pool.coverage.pages or 0
+        window = pool.coverage.kept if pool.per_token else 0
         if not pool.per_token:
             device = chance.randrange(4, 9)
         elif window:
             device = window + chance.randrange(1, 12)
         else:
             device = chance.randrange(LONGEST + 1, LONGEST * 2)
-        host = chance.choice([0, window + chance.randrange(1, 8), 40])
-        if not window:
+        host = chance.choice([0, max(window, 1) + chance.randrange(1, 8), 40])
+        if not pool.coverage.trailing:
             host = chance.choice([0, LONGEST, 20, 40, 40, 40, 40])
         sizes[pool.name] = CacheSizes(device=device, host=host)
     return sizes
