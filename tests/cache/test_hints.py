@@ -52,6 +52,26 @@ async def test_what_is_over_goes_first_and_what_continues_stays():
     assert 200 in await survivors({200: CacheHint(continues=True)})
 
 
+@pytest.mark.parametrize("lengths", [(1, 2, 3, 4, 5), (8, -1)])
+def test_lengths_that_repeat_are_few(lengths: tuple[int, ...]):
+    with pytest.raises(ConfigError, match=r"hint repeats \(.*\) must be 4 lengths at most, of 0 tokens or more"):
+        CacheHint(repeats=lengths)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("repeats", "cuts"),
+    [((), (16,)), ((13,), (12,)), ((13, 9), (8, 12)), ((3,), ()), ((99,), (16,)), ((16, 17), (16,))],
+)
+async def test_states_are_kept_where_later_prompts_go_on(repeats: tuple[int, ...], cuts: tuple[int, ...]):
+    spec, slots = synthetic_spec(4, ("kv", "mamba")), {"kv": 16, "mamba": 8}
+    async with (
+        HybridCache.open(spec, CacheConfig(device_slots=slots, host_ratio=0, inline=True)) as cache,
+        cache.request(range(18), hint=CacheHint(repeats=repeats)) as request,
+    ):
+        assert request.cuts == cuts
+
+
 @pytest.mark.asyncio
 async def test_a_request_may_be_kept_for_some_seconds():
     assert 200 in await survivors({200: CacheHint(keep_seconds=3600)})

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import pytest
 
-from asynchicache import CacheConfig, HybridCache, Request, Tier, WritePolicy
+from asynchicache import CacheConfig, CacheHint, HybridCache, Request, Tier, WritePolicy
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.events import PagesStored
 from asynchicache.hashing import namespace_seed, page_digests
@@ -66,9 +66,11 @@ class TokenEngine:
         namespace: str | None = None,
         final: bool = True,
         stops: Sequence[int] = (),
+        repeats: Sequence[int] = (),
     ) -> int:
         """Serve a prompt, publish it and its output; returns the tokens that were restored."""
-        async with self.cache.request(prompt, namespace=namespace) as request:
+        hint = CacheHint(repeats=tuple(repeats))
+        async with self.cache.request(prompt, namespace=namespace, hint=hint) as request:
             matched = request.hit
             await request.prefetch()
             await request.load()
@@ -123,6 +125,30 @@ async def test_a_conversation_goes_on_at_its_last_token(spec, final):
 
     assert again == ((4 if engine.others else 8) if whole else 10)
     assert last == (12 if whole else 13)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("inside", [False, True], ids=["whole pages", "tails"])
+async def test_the_next_turn_resumes_where_it_leaves_this_one(spec, inside):
+    """At every length of a prompt whose last three tokens the next turn does not repeat: the template's
+    invitation to answer. In memory, and after a restart."""
+    store = MemoryStore()
+    more = {"tails": inside, "weight_version": "test"}
+    for length in range(6, 6 + 2 * PAGE):
+        repeated = length - 3
+        turn = [*range(100 * length, 100 * length + repeated)]
+        expected = repeated
+        if not inside or {"swa"} & {pool.name for pool in spec.pools}:
+            expected = repeated // PAGE * PAGE
+        async with HybridCache.open(spec, options(spec, **more), storage=MemoryBackend(store)) as cache:
+            engine = TokenEngine(cache)
+            await engine.serve([*turn, 1, 2, 3], [4, 5, 6], repeats=[repeated])
+            if engine.others or not inside:
+                assert await engine.serve([*turn, 7, 8, 9]) == expected
+            await engine.serve([*turn, 1, 2, 3], [14, 15], repeats=[repeated])
+        async with HybridCache.open(spec, options(spec, **more), storage=MemoryBackend(store)) as cache:
+            if engine.others:
+                assert await TokenEngine(cache).serve([*turn, 17, 18, 19]) == expected
 
 
 @pytest.mark.asyncio

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,7 +20,8 @@ class CheckpointPolicy:
     ends of prompts and outputs, where conversations continue.
 
     Attributes:
-        prompt: at the end of a prompt, in whole pages.
+        prompt: at the end of a prompt, or where later prompts repeat it to (`CacheHint.repeats`), in whole
+            pages.
         output: at the end of the output, in whole pages.
         branch: where full pages match but a state is missing, so from the second prompt that branches there.
         spacing: at every multiple of this many tokens of a prompt, a multiple of the page size; 0: never.
@@ -64,17 +66,18 @@ class CheckpointPolicy:
                 f"checkpoint spacing {self.spacing} must be a multiple of the page size, {page_size}"
             )
 
-    def cuts(self, start: int, end: int, branch: int) -> tuple[int, ...]:
+    def cuts(self, start: int, end: int, branch: int, repeated: Sequence[int] = ()) -> tuple[int, ...]:
         """Lengths in tokens at which a prefill should end a forward, ascending.
 
         Args:
             start: tokens that are restored.
             end: the tokens of the prompt in whole pages.
             branch: the length that full pages reach and where a state is missing; 0 for none.
+            repeated: lengths up to which later prompts repeat this one. Default: `end`.
         """
         lengths = set()
         if self.prompt:
-            lengths.add(end)
+            lengths.update(repeated or (end,))
         if self.branch:
             lengths.add(branch)
         if self.spacing:

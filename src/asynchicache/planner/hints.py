@@ -12,6 +12,9 @@ from asynchicache.tree.keeps import HintShare
 MAX_KEEP_SECONDS = 3600.0
 """The longest that a hint can ask to keep pages."""
 
+MAX_REPEATS = 4
+"""The most lengths of `CacheHint.repeats`: each costs a state."""
+
 _FULL_HINT = 2.0
 
 
@@ -28,12 +31,16 @@ class CacheHint:
         keep_seconds: nothing of it is evicted for so long, unless there is nothing else to evict; at most
             `MAX_KEEP_SECONDS`.
         transient: keep nothing that this request computes.
+        repeats: lengths in tokens up to which later prompts repeat this one, ascending; states are kept there
+            instead of at the end of the prompt. A chat template may end a prompt with an invitation to answer
+            that the next turn does not repeat. Lengths beyond the prompt count as all of it. Default: all.
     """
 
     continues: bool = False
     over: bool = False
     keep_seconds: float = 0.0
     transient: bool = False
+    repeats: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not isfinite(self.keep_seconds) or not 0 <= self.keep_seconds <= MAX_KEEP_SECONDS:
@@ -42,6 +49,10 @@ class CacheHint:
             )
         if (self.over or self.transient) and (self.continues or self.keep_seconds > 0):
             raise ConfigError("a hint says that a request is over or transient, or that it returns, not both")
+        if len(self.repeats) > MAX_REPEATS or min(self.repeats, default=0) < 0:
+            raise ConfigError(
+                f"hint repeats {self.repeats} must be {MAX_REPEATS} lengths at most, of 0 tokens or more"
+            )
 
     @property
     def halves(self) -> float:

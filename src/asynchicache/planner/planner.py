@@ -289,7 +289,13 @@ class Planner:
         branch = (request.branching_pages or 0) * size
         if not self._states:  # every publication has its window pages
             return (branch,) if self.checkpoints.branch and branch > start * size else ()
-        return self.checkpoints.cuts(start * size, request.prompt // size * size, branch)
+        repeated = [self._resumable_end(request, length) for length in request.hint.repeats]
+        return self.checkpoints.cuts(start * size, request.prompt // size * size, branch, repeated)
+
+    def _resumable_end(self, request: RequestState, length: int) -> int:
+        """The last length up to `length` tokens of a prompt that a state can be kept at."""
+        length = min(length, request.prompt)
+        return length if self.ends.keeps_states_inside else length - length % self.state.page_size
 
     def hit_advice(self, request: RequestState) -> tuple[str, str]:
         """The pool that keeps a hit below its full pages, and advice; empty if there is none."""
@@ -299,7 +305,10 @@ class Planner:
         name, size = self.state.names[held.component_id], self.state.page_size
         if held.dropped:
             return name, f"{name!r} had to make room for others: raise its device or host slots"
-        return name, f"publish {name!r} at {full * size} tokens: stop a prefill there (request.cuts)"
+        return name, (
+            f"publish {name!r} at {full * size} tokens: stop a prefill there (request.cuts); prompts that part "
+            "there for their chat template, which rewrites history, say so with CacheHint(repeats=...)"
+        )
 
     # Room
 
@@ -427,6 +436,11 @@ class Planner:
                 self._give_states(request, tail, tail.end * self.state.page_size)
                 ends.append(tail)
                 end = tail if self.backups.due(tail) else end
+            elif fork is not None and tail is not None and (
+                states := self._publish_states(request, tail, tail.end * self.state.page_size)
+            ):
+                tail.hits = max(tail.hits, 1)
+                forks.append(states)
             self.ends.set_last_tail(request, end, tail)
             if fork is not None:
                 fork.publishes = tail if tail is not None and self.backups.due(tail) else None

@@ -22,14 +22,20 @@ class TailPlanner:
         self._windows = windows
         self._states = sum(not component.paged for component in state.tree.components)
 
+    @property
+    def keeps_states_inside(self) -> bool:
+        """Whether a request that goes on can leave a state inside a page."""
+        return self._state.tails and not self._tree.windows
+
     def publish(
         self, request: RequestState, node: Node, length: int, *, final: bool
     ) -> tuple[Node | None, Copy | None]:
         """Publish the tokens behind `node`, the end of the whole pages, as a tail, if there are any.
 
         The page of a finished request goes to the tree. Any other request goes on to fill its page, so the
-        tail is a copy of it. With states or windows, only the end of a finished request is kept: prompts go
-        on differently behind their last words, and resume better where whole pages end.
+        tail is a copy of it. With windows, only the end of a finished request is kept; with states, also the
+        lengths up to which later prompts repeat this one (`CacheHint.repeats`). Elsewhere prompts resume
+        better where whole pages end.
 
         Returns:
             The tail where the sequence ends now, whose states are missing yet; and the copy of its page.
@@ -41,7 +47,10 @@ class TailPlanner:
             complete = len(request.states) == self._states and not (
                 self._states and request.snapshot_tokens == length
             )
-            return (self._hand_over(request, node, length) if final and complete else None), None
+            if final or not complete:
+                return (self._hand_over(request, node, length) if final and complete else None), None
+            if length not in request.hint.repeats or not self.keeps_states_inside:
+                return None, None
         found = tails.find(self._tree, node, request.tokens, length)
         known = found if found is not None and found.tokens == count else None
         if final:
