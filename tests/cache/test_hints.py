@@ -54,7 +54,9 @@ async def test_what_is_over_goes_first_and_what_continues_stays():
 
 @pytest.mark.parametrize("lengths", [(1, 2, 3, 4, 5), (8, -1)])
 def test_lengths_that_repeat_are_few(lengths: tuple[int, ...]):
-    with pytest.raises(ConfigError, match=r"hint repeats \(.*\) must be 4 lengths at most, of 0 tokens or more"):
+    with pytest.raises(
+        ConfigError, match=r"hint repeats \(.*\) must be 4 lengths at most, of 0 tokens or more"
+    ):
         CacheHint(repeats=lengths)
 
 

@@ -690,7 +690,8 @@ class Request:
         if state.snapshots and state.snapshot_tokens == length:
             return False
         whole = length % cache.page_size == 0
-        return length >= state.borrowed * cache.page_size and (whole or (final and cache.tails))
+        inside = cache.tails and (final or length in state.hint.repeats)
+        return length >= state.borrowed * cache.page_size and (whole or inside)
 
     def _back_up(self, length: int, pages: NamedPages, after: Stream | None, *, final: bool) -> Ticket:
         """Copy pages that an engine owns to the host; returns the ticket of the copy."""

@@ -75,7 +75,7 @@ class CheckpointPolicy:
             branch: the length that full pages reach and where a state is missing; 0 for none.
             repeated: lengths up to which later prompts repeat this one. Default: `end`.
         """
-        lengths = set()
+        lengths: set[int] = set()
         if self.prompt:
             lengths.update(repeated or (end,))
         if self.branch:

@@ -306,8 +306,8 @@ class Planner:
         if held.dropped:
             return name, f"{name!r} had to make room for others: raise its device or host slots"
         return name, (
-            f"publish {name!r} at {full * size} tokens: stop a prefill there (request.cuts); prompts that part "
-            "there for their chat template, which rewrites history, say so with CacheHint(repeats=...)"
+            f"publish {name!r} at {full * size} tokens: stop a prefill there (request.cuts); where a chat "
+            "template rewrites what it repeats, say so with CacheHint(repeats=...)"
         )
 
     # Room
@@ -436,15 +436,9 @@ class Planner:
                 self._give_states(request, tail, tail.end * self.state.page_size)
                 ends.append(tail)
                 end = tail if self.backups.due(tail) else end
-            elif fork is not None and tail is not None and (
-                states := self._publish_states(request, tail, tail.end * self.state.page_size)
-            ):
-                tail.hits = max(tail.hits, 1)
-                forks.append(states)
+            if tail is not None and fork is not None:
+                forks += self._publish_copied_tail(request, tail, fork)
             self.ends.set_last_tail(request, end, tail)
-            if fork is not None:
-                fork.publishes = tail if tail is not None and self.backups.due(tail) else None
-                forks.append(fork)
         for node in ends:
             self.state.keep(request, node)
         request.resumable = [node for node in ends if self._tree.restorable(node)]
@@ -452,6 +446,14 @@ class Planner:
         if due is None or (copy is not None and due is end):  # else once the state has arrived
             return forks
         return [*self.backups.backup(due), *forks]
+
+    def _publish_copied_tail(self, request: RequestState, tail: Node, fork: Copy) -> list[Copy]:
+        """Publish a tail whose page is a copy of the request's, with its states: prompts go on there."""
+        if self._states:
+            tail.hits = max(tail.hits, 1)
+        states = self._publish_states(request, tail, tail.end * self.state.page_size)
+        fork.publishes = tail if self.backups.due(tail) else None
+        return [fork] if states is None else [states, fork]
 
     def published_ends(self, request: RequestState) -> list[Node]:
         """The ends of the request's checkpoints that can be resumed from memory, first to last, and then the

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
@@ -30,6 +30,7 @@ from asynchicache.integrations.serve.replies import STREAM_END, Reply, Usage, se
 from asynchicache.integrations.serve.tokenizers import Tokenizer
 from asynchicache.integrations.transformers.model import PrefixCachedModel
 from asynchicache.integrations.transformers.sampling import Sampling
+from asynchicache.planner.hints import CacheHint
 from asynchicache.storage.breaker import BreakerState
 
 T = TypeVar("T")
@@ -160,8 +161,8 @@ class Api:
         """
         with self._working():
             self._check(request)
-            tokens = await self._tokens(request)
-            async with self._begin(request, tokens, traceparent) as answer:
+            tokens, hint = await self._tokens(request)
+            async with self._begin(request, tokens, hint, traceparent) as answer:
                 reply = self._reply(request, reply_type)
                 problem = None
                 if request.stream:
@@ -198,11 +199,25 @@ class Api:
         if request.model not in (None, self.served.name):
             raise unknown_model(request.model, self.served.name)
 
-    async def _tokens(self, request: GenerationRequest) -> list[int]:
-        """Return the token ids of the prompt."""
-        tokenizer = self.served.tokenizer
+    async def _tokens(self, request: GenerationRequest) -> tuple[list[int], CacheHint]:
+        """Return the token ids of the prompt, and the hint for the cache."""
         if isinstance(request, ChatRequest):
-            return await self._in_thread(lambda: tokenizer.encode_chat(request.conversation()))
+            return await self._in_thread(partial(self._encoded_chat, request))
+        return await self._prompt_tokens(request), request.hint
+
+    def _encoded_chat(self, request: ChatRequest) -> tuple[list[int], CacheHint]:
+        tokenizer, conversation, hint = self.served.tokenizer, request.conversation(), request.hint
+        tokens = tokenizer.encode_chat(conversation)
+        if self._keeps_states and not hint.repeats:  # pages of attention can be resumed anywhere
+            hint = replace(hint, repeats=tokenizer.repeated(conversation, tokens))
+        return tokens, hint
+
+    @property
+    def _keeps_states(self) -> bool:
+        return any(not pool.per_token for pool in self.model.spec.pools)
+
+    async def _prompt_tokens(self, request: GenerationRequest) -> list[int]:
+        tokenizer = self.served.tokenizer
         if not isinstance(request, CompletionRequest):
             raise TypeError(f"{type(request).__name__} has no prompt")
         prompt = request.one_prompt()
@@ -210,7 +225,9 @@ class Api:
             return token_ids(prompt, self.served.vocabulary)
         return await self._in_thread(partial(tokenizer.encode, prompt))
 
-    def _begin(self, request: GenerationRequest, tokens: list[int], traceparent: str | None) -> Answer:
+    def _begin(
+        self, request: GenerationRequest, tokens: list[int], hint: CacheHint, traceparent: str | None
+    ) -> Answer:
         """Start the generation, or queue it."""
         served = self.served
         stop_ids = frozenset[int]() if request.ignore_eos else served.stop_ids
@@ -220,7 +237,7 @@ class Api:
                 max_new_tokens=self._new_tokens(request, len(tokens)),
                 sampling=self._sampling(request),
                 salt=request.cache_salt,
-                hint=request.hint,
+                hint=hint,
                 stop_token_ids=stop_ids,
                 traceparent=traceparent,
             )

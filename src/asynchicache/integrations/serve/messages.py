@@ -16,7 +16,7 @@ from msgspec import Meta
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.serve.problems import ApiError
 from asynchicache.integrations.serve.tokenizers import Conversation
-from asynchicache.planner.hints import MAX_KEEP_SECONDS, NO_HINT, CacheHint
+from asynchicache.planner.hints import MAX_KEEP_SECONDS, MAX_REPEATS, NO_HINT, CacheHint
 
 RequestT = TypeVar("RequestT", bound="GenerationRequest")
 
@@ -90,6 +90,7 @@ class CacheHintFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     over: bool = False
     keep_seconds: Annotated[float, Meta(ge=0, le=MAX_KEEP_SECONDS)] = 0.0
     transient: bool = False
+    repeats: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_REPEATS)] = ()
 
     def hint(self) -> CacheHint:
         """
@@ -97,7 +98,7 @@ class CacheHintFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ApiError: the fields contradict each other.
         """
         try:
-            return CacheHint(self.continues, self.over, self.keep_seconds, self.transient)
+            return CacheHint(self.continues, self.over, self.keep_seconds, self.transient, self.repeats)
         except ConfigError as error:
             raise ApiError(f"cache_hint: {error}", param="cache_hint") from error
 

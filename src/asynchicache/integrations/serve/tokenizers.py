@@ -7,11 +7,11 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from jinja2 import TemplateError
-
 from asynchicache.integrations.serve.problems import ApiError
+from asynchicache.integrations.transformers.chat import UNFIT, repeated_lengths
 
 
 class Conversation(NamedTuple):
@@ -27,9 +27,6 @@ class Conversation(NamedTuple):
     tools: Sequence[Mapping[str, Any]] = ()
     variables: Mapping[str, Any] = {}
 
-
-_UNFIT = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
-"""What a template raises if it meets values of another type than it expects."""
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 5  # prompt tokens decoded with the first answer tokens: they decide on a leading space
@@ -59,6 +56,11 @@ class Tokenizer(Protocol):
         Raises:
             ApiError: the template refuses the conversation, or there is no template.
         """
+        ...
+
+    def repeated(self, conversation: Conversation, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Return the lengths up to which later prompts of the conversation repeat its encoded `prompt`; none
+        if they repeat all of it."""
         ...
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
@@ -96,6 +98,9 @@ class ByteTokenizer:
         turns = [_plain_turn(message) for message in conversation.messages]
         tools = [f"<|tools|>\n{json.dumps(conversation.tools)}\n"] if conversation.tools else []
         return self.encode("".join([*tools, *turns]) + "<|assistant|>\n")
+
+    def repeated(self, conversation: Conversation, prompt: Sequence[int]) -> tuple[int, ...]:
+        return ()
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
         return _ByteDetokenizer(self._ESCAPES, self._escaped)
@@ -165,27 +170,35 @@ class CheckpointTokenizer:
                 "or start the server with --chat-template FILE",
                 param="messages",
             )
-        variables = dict(conversation.variables)
         # What the method itself takes is no variable of the template.
         taken = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        for name in variables.keys() & {*taken, "messages", "add_generation_prompt"}:
+        for name in conversation.variables.keys() & {*taken, "messages", "add_generation_prompt"}:
             raise ApiError(
                 f"chat_template_kwargs.{name} is set by the server: leave it out",
                 param="chat_template_kwargs",
             )
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(conversation.messages),
-                tools=list(conversation.tools) or None,
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=True,
-                **variables,
-            )
-        except (TemplateError, *_UNFIT) as error:
+            return self._render(conversation, conversation.messages, True)
+        except UNFIT as error:
             raise ApiError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+
+    def repeated(self, conversation: Conversation, prompt: Sequence[int]) -> tuple[int, ...]:
+        return repeated_lengths(prompt, conversation.messages, partial(self._render, conversation))
+
+    def _render(
+        self, conversation: Conversation, messages: Sequence[Mapping[str, Any]], invited: bool
+    ) -> list[int]:
+        """Encode messages with the conversation's tools and variables; `invited`: to be answered."""
+        text = self._tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(conversation.tools) or None,
+            chat_template=self._template,
+            tokenize=False,
+            add_generation_prompt=invited,
+            **conversation.variables,
+        )
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has them
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:

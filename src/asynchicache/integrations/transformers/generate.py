@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import MaxTimeCriteria
 
 from asynchicache.cache import CacheStatistics, Hit, HybridCache
@@ -18,6 +18,7 @@ from asynchicache.errors import CapacityError
 from asynchicache.integrations.bridge import LoopBridge
 from asynchicache.integrations.transformers.allowed import check_generates, checked_ids
 from asynchicache.integrations.transformers.calls import Restore, SequenceMemory, Trim
+from asynchicache.integrations.transformers.chat import Invitations
 from asynchicache.integrations.transformers.forward import feeds_one_by_one, steady_tokens
 from asynchicache.integrations.transformers.prefill_runner import (
     Prefilled,
@@ -27,6 +28,7 @@ from asynchicache.integrations.transformers.prefill_runner import (
 from asynchicache.integrations.transformers.prefix import PrefixContext
 from asynchicache.integrations.transformers.snapshot import release_windows, save_states
 from asynchicache.integrations.transformers.weights import base_model
+from asynchicache.planner.hints import CacheHint
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.types import MissReason
 
@@ -39,8 +41,14 @@ class CachedGenerate:
     """
 
     def __init__(
-        self, model: PreTrainedModel, bridge: LoopBridge, cache: HybridCache, runner: PrefillRunner
+        self,
+        model: PreTrainedModel,
+        bridge: LoopBridge,
+        cache: HybridCache,
+        runner: PrefillRunner,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
+        self._invitations = None if tokenizer is None else Invitations(tokenizer)
         self.hit = Hit(0)
         self._model = model
         self._bridge = bridge
@@ -138,7 +146,10 @@ class CachedGenerate:
             return Prefilled(Hit(0, reason=MissReason.COLD), None)
         try:
             context = self._runner.context
-            async with context.request(self._cache, tokens, namespace=namespace, salt=salt) as request:
+            repeats = () if self._invitations is None else self._invitations.repeated(tokens)
+            async with context.request(
+                self._cache, tokens, namespace=namespace, salt=salt, hint=CacheHint(repeats=repeats)
+            ) as request:
                 await request.prefetch()
                 begun = await self._runner.begin(request, sequence, tokens, nullcontext())
                 end = self._end_of_prefill(len(tokens))
@@ -196,6 +207,7 @@ def prefix_cached(
     page_size: int = 64,
     storage: StorageBackend | None = None,
     prefill_chunk: int = 512,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Iterator[CachedGenerate]:
     """Add a prefix cache to a model's `generate` for the duration of a `with`; exit finishes pending writes.
 
@@ -217,7 +229,7 @@ def prefix_cached(
     try:
         cache, runner = bridge.call(open_cache())
         try:
-            yield CachedGenerate(base, bridge, cache, runner)
+            yield CachedGenerate(base, bridge, cache, runner, tokenizer)
         finally:
             bridge.call(stack.aclose())
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Self
 
@@ -21,6 +22,7 @@ from asynchicache.integrations.transformers.admission import (
     PromptAdmission,
     QueuedRequest,
 )
+from asynchicache.integrations.transformers.chat import Invitations
 from asynchicache.integrations.transformers.decoding import Decoder, Row
 from asynchicache.integrations.transformers.forward import steady_tokens
 from asynchicache.integrations.transformers.generation import Generation, GenerationJob
@@ -69,6 +71,7 @@ class PrefixCachedModel:
         self._runner = runner
         self._decoder = decoder
         self._tokenizer = tokenizer
+        self._invitations = None if tokenizer is None else Invitations(tokenizer)
         self._admission = PromptAdmission(self.capacity_tokens, limits)
         self._prefilling = asyncio.Lock()
         self._sharing = PromptSharing(cache.spec.page_size)
@@ -103,7 +106,8 @@ class PrefixCachedModel:
             model: a causal language model in evaluation mode, for exclusive use.
             config: the cache's options. Default: those of `CacheConfig`, on the model's device.
             page_size: tokens per page.
-            tokenizer: decodes tokens for stop strings, and gives the end token.
+            tokenizer: decodes tokens for stop strings, gives the end token, and says how its chat template
+                ends a prompt, so that states are kept where the next turn goes on.
             storage: an open backend to use instead of the configured one; the caller closes it.
             spec: the model's pools. Default: those of its configuration, in pages of `page_size`.
             group: the ranks that the model is divided over, which this one leads; `spec` has the pools of its
@@ -198,6 +202,8 @@ class PrefixCachedModel:
                 f"{len(prompt)} + {max_new_tokens} tokens: beyond {self._steady}, the rotary embedding of "
                 "this model depends on the length, so no prefix can be shared"
             )
+        if self._invitations is not None and not hint.repeats:
+            hint = replace(hint, repeats=self._invitations.repeated(prompt))
         ends = self._ends if stop_token_ids is None else stop_token_ids
         rule = StopRule(max_new_tokens, ends, stop, self._tokenizer)
         job = GenerationJob(
