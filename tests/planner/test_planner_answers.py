@@ -86,7 +86,8 @@ def test_a_state_is_missing_that_a_stop_would_have_left() -> None:
     assert sim.planner.held_back_by(request) == "mamba"
     assert sim.planner.hit_advice(request) == (
         "mamba",
-        "publish 'mamba' at 8 tokens: stop a prefill there (request.cuts)",
+        "publish 'mamba' at 8 tokens: stop a prefill there (request.cuts); where a chat "
+        "template rewrites what it repeats, say so with CacheHint(repeats=...)",
     )
     assert sim.planner.cuts(request) == (8, 10)
 
