@@ -55,7 +55,7 @@ class Engine:
             )
         async with self.cache.request(prompt) as request:
             await request.prefetch()  # storage -> host, while others compute
-            request.rest()  # while it waits for its turn, it keeps nobody from evicting
+            request.rest()  # while it waits for its turn, it keeps only what was read for it
             row = Row(request, most)
             self.waiting.append(row)
             self.news.set()

@@ -312,11 +312,11 @@ async def test_durable_is_false_without_storage():
             assert not await request.durable()
 
 
-async def test_a_cancelled_prefetch_leaves_its_read_to_others():
+async def test_a_cancelled_prefetch_leaves_what_it_began_to_read_to_others():
     store = MemoryStore()
     async with HybridCache.open(SPEC, config(), storage=MemoryBackend(store)) as cache:
         await Engine(cache).serve(PROMPT)
-    backend = Faulty(MemoryBackend(store), FaultRates(hang=1.0), random.Random(0))
+    backend = Faulty(MemoryBackend(store), FaultRates(hang=1.0, calls=("get",)), random.Random(0))
     async with HybridCache.open(SPEC, config(), storage=backend) as cache:
         async with cache.request([*PROMPT, 1]) as request:
             waiter = asyncio.create_task(request.prefetch())

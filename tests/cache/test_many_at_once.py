@@ -12,6 +12,7 @@ from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBacken
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
+from asynchicache.tree.node import FULL_HOST
 from asynchicache.types import Tier
 from cache.engine import SPEC, Engine, config
 
@@ -132,8 +133,8 @@ def test_turns_of_one_conversation_are_read_side_by_side(seed: int) -> None:
     run_seeded(seed, main)
 
 
-def test_what_others_failed_to_bring_is_read_by_who_wants_it() -> None:
-    """The first reader's call hangs; those who waited for it read for themselves, once for all."""
+def test_a_read_that_hangs_holds_its_own_slots_and_is_made_once() -> None:
+    """Those who want its pages wait for it, whoever began it; who comes later has it when it has ended."""
 
     async def main(world: SeededWorld) -> None:
         store = await stored(world, PAGES_ONLY, ROOMY, TURN)
@@ -145,10 +146,14 @@ def test_what_others_failed_to_bring_is_read_by_who_wants_it() -> None:
             others = [asyncio.create_task(ask(cache, [*TURN, 2 + n])) for n in range(5)]
             await asyncio.sleep(0.001)
             faults.rates = FaultRates()
-            assert (await first)[:2] == (0, MissReason.DEADLINE)
-            assert {(await other)[:2] for other in others} == {(76, MissReason.NONE)}
-            assert cache.statistics().storage["kv"].get.pages == 19 + 19
+            for one in (first, *others, asyncio.create_task(ask(cache, [*TURN, 9]))):
+                assert (await one)[:2] == (0, MissReason.DEADLINE)
+            held = cache._controller.planner.state.free[FULL_HOST].held
+            assert (held, cache.statistics().storage["kv"].get.pages) == (19, 19)
             faults.release()
+            await world.sleep(0.1)  # no wait counts a late call
+            assert (await ask(cache, [*TURN, 10]))[:2] == (76, MissReason.NONE)
+            assert cache.statistics().storage["kv"].get.pages == 19 + 19
             await cache.drain()
             assert cache.verify() == []
 

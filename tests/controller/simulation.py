@@ -131,21 +131,19 @@ class Simulation:
         }
         choice = reader.choose(query, present)
         self.start(choice.backups)
-        if choice.read is None:
+        if choice.reading is None:
             reader.release(query)
             return
-        outcomes = {}
-        for number, slots in choice.read.slots.items():
-            name = self.planner.state.names[number]
-            results = []
-            for slot, digest in zip(slots, choice.read.digests(number), strict=True):
+        while (read := reader.next_read()) is not None:
+            name, outcomes = self.planner.state.names[read.component_id], []
+            for slot, digest in zip(read.slots, read.digests, strict=True):
                 missed = self.rng.random() < fail
                 self.memory[name, Tier.HOST][slot] = POISON if missed else self.storage[name, digest]
-                results.append(Outcome.MISS if missed else Outcome.HIT)
-            outcomes[number] = results
-        for gained in reader.deliver(choice.read, outcomes):
+                outcomes.append(Outcome.MISS if missed else Outcome.HIT)
+            for gained in reader.deliver(read, outcomes):
+                self.start(gained.backups)
+        for gained in reader.abandon(choice.reading):  # there was no room for the rest
             self.start(gained.backups)
-        reader.finish(choice.read)
         self.planner.rematch(request)
 
     def load(self, request: RequestState) -> None:

@@ -241,7 +241,7 @@ def test_a_partial_backup_before_a_read_is_carried_out():
     query = sim.planner.prefetches.make_query(sim.open([*range(1, 9), 9]).tokens, b"")
     assert query is not None
     choice = sim.planner.prefetches.choose(query, {0: b"\1" * 4})
-    assert (choice.read, choice.reason) == (None, MissReason.HOST_CAPACITY)
+    assert (choice.reading, choice.reason) == (None, MissReason.HOST_CAPACITY)
     sim.start(choice.backups)
     sim.planner.prefetches.release(query)
     sim.close(sim.live[0])

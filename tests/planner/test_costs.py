@@ -60,23 +60,6 @@ class Run:
         self.costs = LoadCosts()
         self.spent = self.always = self.never = 0.0
 
-    def decide_partly(self, count: int) -> None:
-        """As `decide`, for pages of 16 tokens of a model with attention only, with splits."""
-        for _ in range(count):
-            pages, context = (int(16 * 256 ** self.chance.random()) for _ in range(2))
-            page_bytes, noise = 16 * self.machine.token_bytes, self.chance.uniform(0.9, 1.1)
-            computed = self.costs.split(pages, 16, context, page_bytes)
-            load = self.store.load((pages - computed) * page_bytes) * noise
-            compute = self.machine.compute(16 * computed, context)
-            if computed:
-                self.costs.read((pages - computed) * page_bytes, 0, load)
-                self.costs.computed(16 * computed, context, compute)
-            elif not self.costs.worth_loading(16 * pages, context, pages * page_bytes):
-                load, compute = 0.0, self.machine.compute(16 * pages, context)
-            self.spent += max(load, compute)
-            self.always += self.store.load(pages * page_bytes) * noise
-            self.never += self.machine.compute(16 * pages, context)
-
     def decide(self, count: int) -> list[bool]:
         """Prefixes from 256 to 64k tokens behind contexts as long; figures vary by 10 %."""
         loads = []
@@ -104,35 +87,6 @@ def test_at_most_a_twentieth_above_the_better_of_always_and_never(machine: str, 
     run = Run(MACHINES[machine], STORES[store])
     run.decide(3000)
     assert run.spent <= 1.05 * min(run.always, run.never)
-
-
-@pytest.mark.parametrize(
-    ("machine", "store", "share"),
-    [
-        ("Llama-3.1-8B", "host", 1.05),
-        ("Llama-3.1-8B", "disk", 0.8),
-        ("Llama-3.1-8B", "redis", 0.95),
-        ("Llama-3.3-70B", "nvme", 0.8),
-        ("Llama-3.3-70B", "rdma", 1.05),
-    ],
-)
-def test_both_at_a_time_take_less_than_the_better_of_the_two(machine: str, store: str, share: float):
-    run = Run(MACHINES[machine], STORES[store])
-    run.decide(300)
-    run.spent = run.always = run.never = 0.0
-    run.decide_partly(1000)
-    assert run.spent <= share * min(run.always, run.never)
-
-
-def test_nothing_is_split_that_is_not_measured_or_as_fast_in_one_way():
-    costs = LoadCosts()
-    assert costs.split(64, 16, 0, 4096) == 0
-    for tokens in range(1, 20):
-        costs.computed(tokens, 0, tokens * 1e-3)
-        costs.read(tokens * 4096, 0, tokens * 1e-9)
-    assert costs.split(64, 16, 0, 4096) == 0, "a read is as good as free"
-    assert costs.split(1, 16, 0, 4096 * 10**9) == 0, "there is nothing to divide"
-    assert costs.splits == 0
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from asynchicache.hashing import page_digests
-from asynchicache.planner.prefetch import ReadResult, StorageQuery, StorageRead
+from asynchicache.planner.readings import Reading, ReadResult, StorageQuery, StorageRead
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place_of
 from asynchicache.types import MissReason, Outcome, Tier, WritePolicy
 from controller.simulation import Simulation
@@ -44,7 +44,7 @@ def asked(sim: Simulation) -> StorageQuery:
     return query
 
 
-def test_a_read_is_as_long_as_the_host_has_room_for(simulations: list[Simulation]) -> None:
+def test_a_reading_is_as_long_as_the_host(simulations: list[Simulation]) -> None:
     sim = Simulation(random.Random(0), states=False, slots={"kv": (64, 5)})
     simulations.append(sim)
     served(sim, 4)
@@ -52,10 +52,9 @@ def test_a_read_is_as_long_as_the_host_has_room_for(simulations: list[Simulation
     choice = sim.planner.prefetches.choose(query, {0: b"\1" * PAGES})
     sim.start(choice.backups)
 
-    assert choice.read is not None
-    assert choice.read.target == 5  # two pages are there, and stay
-    sim.planner.prefetches.deliver(choice.read, {0: [Outcome.MISS] * len(choice.read.slots[0])})
-    sim.planner.prefetches.finish(choice.read)
+    assert choice.reading is not None
+    assert (choice.reading.target, choice.reason, choice.reach) == (5, MissReason.HOST_CAPACITY, 8)
+    answered(sim, choice.reading, kv=[Outcome.MISS] * 3)  # two pages are there, and stay
 
 
 @pytest.mark.parametrize("policy", list(WritePolicy))
@@ -84,7 +83,7 @@ def test_a_state_that_storage_was_not_asked_for_is_not_there(simulations: list[S
 
     choice = sim.planner.prefetches.choose(query, {0: b"\1" * PAGES})
 
-    assert (choice.read, choice.reason, choice.backups) == (None, MissReason.STATE, [])
+    assert (choice.reading, choice.reason, choice.backups) == (None, MissReason.STATE, [])
     sim.planner.prefetches.release(query)
 
 
@@ -108,28 +107,33 @@ def roomy(simulations: list[Simulation], *, mamba: bool = False, swa: int = 0, h
     return sim
 
 
-def chosen(sim: Simulation, query: StorageQuery, *present: bytes, join: bool = True) -> StorageRead:
-    choice = sim.planner.prefetches.choose(query, dict(enumerate(present)), join=join)
+def chosen(sim: Simulation, query: StorageQuery, *present: bytes) -> Reading:
+    choice = sim.planner.prefetches.choose(query, dict(enumerate(present)))
     sim.start(choice.backups)
-    assert choice.read is not None
-    assert choice.reason is MissReason.NONE
-    return choice.read
+    assert choice.reading is not None
+    return choice.reading
 
 
-def answered(sim: Simulation, read: StorageRead, **outcomes: list[Outcome]) -> list[ReadResult]:
-    """What a read brings; all of it, but for the outcomes of pools that are named."""
-    names = sim.planner.state.names
-    gained = sim.planner.prefetches.deliver(
-        read,
-        {
-            number: outcomes.get(names[number], [Outcome.HIT] * len(slots))
-            for number, slots in read.slots.items()
-        },
-    )
-    for one in gained:
+def begun(sim: Simulation) -> list[StorageRead]:
+    """All reads that can begin."""
+    return list(iter(sim.planner.prefetches.next_read, None))
+
+
+def delivered(sim: Simulation, read: StorageRead, outcomes: list[Outcome] | None = None) -> list[ReadResult]:
+    results = sim.planner.prefetches.deliver(read, outcomes or [Outcome.HIT] * len(read.pages))
+    for one in results:
         sim.start(one.backups)
-        sim.planner.prefetches.finish(one.read)
-    return gained
+    return results
+
+
+def answered(sim: Simulation, reading: Reading, **outcomes: list[Outcome]) -> list[ReadResult]:
+    """What comes of all that can begin, each pool in one read; all arrives, but for pools that are named."""
+    names = sim.planner.state.names
+    results = [
+        one for read in begun(sim) for one in delivered(sim, read, outcomes.get(names[read.component_id]))
+    ]
+    assert reading in [one.reading for one in results]
+    return results
 
 
 def test_what_lacks_is_what_could_be_restored_beyond_what_is_here(simulations: list[Simulation]) -> None:
@@ -216,13 +220,12 @@ def test_the_longest_prefix_that_memory_and_storage_have_together_is_read(
 
     read = chosen(sim, query, kv, mamba)
 
-    assert (read.target, read.pages, read.needs, read.joined) == (target, pages, [], False)
-    assert {number: len(slots) for number, slots in read.slots.items()} == {
-        n: len(p) for n, p in pages.items()
-    }
-    assert read.digests(0) == [query.digests[page] for page in pages[0]]
-    (gained,) = answered(sim, read)
-    assert (gained.read, gained.pages, gained.arrived) == (read, target, len(pages[0]) + 1)
+    assert (read.target, read.pages, read.joined) == (target, pages, False)
+    reads = begun(sim)
+    assert {one.component_id: len(one.slots) for one in reads} == {n: len(p) for n, p in pages.items()}
+    assert reads[0].digests == [query.digests[page] for page in pages[0]]
+    (gained,) = [result for one in reads for result in delivered(sim, one)]
+    assert (gained.reading, gained.pages) == (read, target)
     assert gained.reason is MissReason.NONE
     assert sim.open(PROMPT).matched_pages == target
 
@@ -244,7 +247,7 @@ def test_why_nothing_is_read(
     query = asked(sim)
 
     choice = sim.planner.prefetches.choose(query, {0: kv, 1: mamba})
-    assert (choice.read, choice.reason, choice.backups) == (None, reason, [])
+    assert (choice.reading, choice.reason, choice.backups) == (None, reason, [])
     sim.planner.prefetches.release(query)
 
 
@@ -297,10 +300,12 @@ def test_what_comes_of_a_read_that_falls_short(
 ) -> None:
     sim = roomy(simulations)
     served(sim, 6)
-    read = chosen(sim, asked(sim), HAS)
-    (gained,) = answered(sim, read, kv=outcomes)
+    chosen(sim, asked(sim), HAS)
+    (read,) = begun(sim)
+    (gained,) = delivered(sim, read, outcomes)
+    sim.planner.prefetches.finish(read)
 
-    assert (gained.pages, gained.arrived, gained.reason) == (pages, outcomes.count(Outcome.HIT), reason)
+    assert (gained.pages, gained.reason) == (pages, reason)
     assert sim.open(PROMPT).matched_pages == pages
     host = sim.planner.state.free[FULL_HOST]
     assert host.held == sum(len(node.slots_at(FULL_HOST)) for node in sim.planner.state.tree.nodes())
@@ -308,27 +313,31 @@ def test_what_comes_of_a_read_that_falls_short(
 
 def test_slots_of_a_late_page_stay_with_the_read_until_it_is_finished(simulations: list[Simulation]) -> None:
     sim = roomy(simulations)
-    read = chosen(sim, asked(sim), HAS)
-    late = read.slots[0][4]
+    chosen(sim, asked(sim), HAS)
+    (read,) = begun(sim)
     host = sim.planner.state.free[FULL_HOST]
     outcomes = [Outcome.HIT] * 3 + [Outcome.MISS, Outcome.TIMEOUT] + [Outcome.HIT] * 3
 
-    (gained,) = sim.planner.prefetches.deliver(read, {0: outcomes})
+    (gained,) = delivered(sim, read, outcomes)
 
     assert gained.pages == 3
-    assert read.slots == {0: [late]}
     assert host.held == 3 + 1
     sim.verify()
+    query = asked(sim)
+    again = sim.planner.prefetches.choose(query, {0: HAS})  # the late page is read by nobody now
+    assert (again.reading.target, again.reason) == (4, MissReason.DEADLINE)
+    answered(sim, again.reading)
     sim.planner.prefetches.finish(read)
-    assert (host.held, host.quarantined) == (3, 0)
+    assert (host.held, host.quarantined) == (4, 0)
 
 
 def test_slots_that_an_engine_may_write_to_for_ever_are_never_lent_again(
     simulations: list[Simulation],
 ) -> None:
     sim = roomy(simulations)
-    read = chosen(sim, asked(sim), HAS)
-    sim.planner.prefetches.deliver(read, {0: [Outcome.TIMEOUT] * 8})
+    chosen(sim, asked(sim), HAS)
+    (read,) = begun(sim)
+    delivered(sim, read, [Outcome.TIMEOUT] * 8)
     sim.planner.prefetches.finish(read, safe=False)
 
     host = sim.planner.state.free[FULL_HOST]
@@ -352,14 +361,15 @@ def test_what_came_while_storage_was_forgotten_is_not(simulations: list[Simulati
 
 def test_what_others_computed_meanwhile_is_not_put_in_twice(simulations: list[Simulation]) -> None:
     sim = roomy(simulations, mamba=True)
-    read = chosen(sim, asked(sim), HAS, HAS)
+    chosen(sim, asked(sim), HAS, HAS)
+    reads = begun(sim)
     served(sim, 10)
     state = sim.planner.state
     for node in list(state.tree.nodes()):
         sim.start(sim.planner.backups.backup(node))
     sim.settle()
 
-    (gained,) = answered(sim, read)
+    (gained,) = [result for one in reads for result in delivered(sim, one)]
 
     assert gained.pages == 8
     assert state.free[FULL_HOST].held == 8
@@ -372,10 +382,12 @@ def test_a_state_is_put_in_where_others_published_the_pages_on_the_device_only(
     simulations: list[Simulation], came: Outcome
 ) -> None:
     sim = roomy(simulations, mamba=True)
-    read = chosen(sim, asked(sim), HAS[:3], b"\0\0\1")
+    chosen(sim, asked(sim), HAS[:3], b"\0\0\1")
+    full, state = begun(sim)
     served(sim, 7)  # under write-back, and without a state
 
-    (gained,) = answered(sim, read, kv=[Outcome.HIT, came, Outcome.HIT])
+    assert delivered(sim, full, [Outcome.HIT, came, Outcome.HIT]) == []
+    (gained,) = delivered(sim, state)
     sim.settle()
 
     assert gained.pages == 3
@@ -391,7 +403,7 @@ def test_a_path_that_cannot_be_on_the_host_keeps_what_follows_off_it(simulations
     taken = state.free[FULL_HOST].allocate(3)  # two are left for three pages
     choice = sim.planner.prefetches.choose(query, {0: HAS})
 
-    assert (choice.read, choice.reason) == (None, MissReason.HOST_CAPACITY)
+    assert (choice.reading, choice.reason) == (None, MissReason.HOST_CAPACITY)
     state.free[FULL_HOST].release(taken)
     sim.planner.prefetches.release(query)
 
@@ -399,96 +411,167 @@ def test_a_path_that_cannot_be_on_the_host_keeps_what_follows_off_it(simulations
 # Side by side
 
 
-def test_a_read_leaves_out_what_another_one_brings_and_waits_for_it(simulations: list[Simulation]) -> None:
+def shorter(sim: Simulation, tokens: list[int] = PROMPT[:11]) -> StorageQuery:
+    query = sim.planner.prefetches.make_query(sim.open(tokens).tokens, b"")
+    assert query is not None
+    return query
+
+
+def test_pages_are_read_once_and_everyone_waits_for_his_own(simulations: list[Simulation]) -> None:
     sim = roomy(simulations)
-    short = sim.planner.prefetches.make_query(sim.open(PROMPT[:11]).tokens, b"")
-    assert short is not None
-    first = chosen(sim, short, HAS)
-    second = chosen(sim, asked(sim), HAS)
-    assert (first.pages, first.needs, first.joined) == ({0: [0, 1, 2, 3, 4]}, [], False)
-    assert (second.pages, second.needs, second.joined) == ({0: [5, 6, 7]}, [first], True)
-    assert second.target == 8
+    reader = sim.planner.prefetches
+    long, short = chosen(sim, asked(sim), HAS), chosen(sim, shorter(sim), HAS)
+    assert (long.pages, short.pages) == ({0: [*range(8)]}, {0: [*range(5)]})
 
-    assert answered(sim, second) == []
-    gained = answered(sim, first)
-    assert [(one.read, one.pages, one.arrived) for one in gained] == [(first, 5, 5), (second, 8, 3)]
-
-
-def test_who_has_waited_in_vain_reads_by_itself(simulations: list[Simulation]) -> None:
-    sim = roomy(simulations)
-    first, second = chosen(sim, asked(sim), HAS), chosen(sim, asked(sim), HAS, join=False)
-
-    assert second.pages == first.pages
-    assert (second.needs, second.joined) == ([], False)
-    assert [one.pages for one in answered(sim, first)] == [8]
-    assert [one.pages for one in answered(sim, second)] == [8]
+    reads = [reader.next_read({0: 3}) for _ in range(4)]
+    assert [one and len(one.pages) for one in reads] == [3, 3, 2, None]
+    assert (long.joined, short.joined) == (False, True)
+    assert delivered(sim, reads[1]) == []
+    assert [(one.reading, one.pages) for one in delivered(sim, reads[0])] == [(short, 5)]
+    assert [(one.reading, one.pages) for one in delivered(sim, reads[2])] == [(long, 8)]
     assert sim.planner.state.free[FULL_HOST].held == 8
 
 
-def test_a_read_of_the_same_beginning_is_waited_for_only_for_what_it_brings(
-    simulations: list[Simulation],
-) -> None:
-    """Their sequences part after three pages, of which both have two in memory already."""
+def test_sequences_that_part_share_what_they_have_in_common(simulations: list[Simulation]) -> None:
+    """They part after three pages, of which both have two in memory already."""
     sim = roomy(simulations)
     served(sim, 4)
-    other = sim.planner.prefetches.make_query(sim.open([*PROMPT[:6], *range(50, 61)]).tokens, b"")
-    assert other is not None
-    first, second = chosen(sim, other, HAS), chosen(sim, asked(sim), HAS)
-
-    assert first.pages == {0: [2, 3, 4, 5, 6, 7]}
-    assert (second.pages, second.needs) == ({0: [3, 4, 5, 6, 7]}, [first])
-    third = sim.planner.prefetches.make_query(sim.open([*PROMPT[:4], *range(70, 75)]).tokens, b"")
-    assert third is not None
-    apart = chosen(sim, third, HAS)
-    assert (apart.pages, apart.needs, apart.joined) == ({0: [2, 3]}, [], False)
-    for read, pages in ((apart, 4), (first, 8), (second, 8)):
-        assert [one.pages for one in answered(sim, read)] == [pages]
+    first = chosen(sim, shorter(sim, [*PROMPT[:6], *range(50, 61)]), HAS)
+    second = chosen(sim, asked(sim), HAS)
+    assert (first.pages, second.pages) == ({0: [2, 3, 4, 5, 6, 7]}, {0: [2, 3, 4, 5, 6, 7]})
+    reads = begun(sim)
+    assert [len(one.pages) for one in reads] == [6, 5]
+    assert [(one.reading, one.pages) for read in reads for one in delivered(sim, read)] == [
+        (first, 8),
+        (second, 8),
+    ]
 
 
-def test_who_waited_for_a_read_that_failed_is_given_what_still_fits(simulations: list[Simulation]) -> None:
+def test_what_failed_to_come_failed_for_all_who_waited(simulations: list[Simulation]) -> None:
     sim = roomy(simulations)
-    short = sim.planner.prefetches.make_query(sim.open(PROMPT[:11]).tokens, b"")
-    assert short is not None
-    first, second = chosen(sim, short, HAS), chosen(sim, asked(sim), HAS)
-    assert answered(sim, second) == []
-
-    gained = answered(sim, first, kv=[Outcome.HIT, Outcome.HIT, Outcome.MISS, Outcome.HIT, Outcome.HIT])
-    assert [(one.read, one.pages) for one in gained] == [(first, 2), (second, 2)]
+    first, second = chosen(sim, shorter(sim), HAS), chosen(sim, asked(sim), HAS)
+    reads = begun(sim)
+    outcomes = [Outcome.HIT, Outcome.HIT, Outcome.MISS, Outcome.HIT, Outcome.HIT]
+    assert [(one.reading, one.pages, one.reason) for one in delivered(sim, reads[0], outcomes)] == [
+        (first, 2, MissReason.COLD)
+    ]
+    assert [(one.reading, one.pages, one.reason) for one in delivered(sim, reads[1])] == [
+        (second, 2, MissReason.COLD)
+    ]
     assert sim.planner.state.free[FULL_HOST].held == 2
 
 
-def test_pages_without_a_state_are_put_in_where_others_stand_on_them(simulations: list[Simulation]) -> None:
-    """The first read fails to bring its state; the second one's prefix needs only the state at its end."""
+def test_pages_without_a_state_are_put_in_for_those_who_need_none_there(
+    simulations: list[Simulation],
+) -> None:
     sim = roomy(simulations, mamba=True)
-    short = sim.planner.prefetches.make_query(sim.open(PROMPT[:11]).tokens, b"")
-    assert short is not None
-    first = chosen(sim, short, HAS, HAS)
-    second = chosen(sim, asked(sim), HAS, HAS)
-    assert second.pages == {0: [5, 6, 7], 1: [7]}
-    assert answered(sim, second) == []
-
-    gained = answered(sim, first, mamba=[Outcome.MISS])
-    assert [(one.read, one.pages, one.arrived) for one in gained] == [(first, 0, 5), (second, 8, 4)]
-    assert [one.reason for one in gained] == [MissReason.COLD, MissReason.NONE]
+    first, second = chosen(sim, shorter(sim), HAS, HAS), chosen(sim, asked(sim), HAS, HAS)
+    gained = answered(sim, second, mamba=[Outcome.MISS])
+    assert [(one.reading, one.pages) for one in gained] == [(first, 0), (second, 0)]
+    gained = answered(sim, chosen(sim, asked(sim), b"", HAS))
+    assert [one.pages for one in gained] == [8], "their pages are there, and only the state is read again"
 
 
-def test_what_a_read_stands_on_stays_while_it_waits(simulations: list[Simulation]) -> None:
+def test_what_a_reading_stands_on_stays_while_it_waits(simulations: list[Simulation]) -> None:
     sim = roomy(simulations)
-    short = sim.planner.prefetches.make_query(sim.open(PROMPT[:11]).tokens, b"")
-    assert short is not None
-    first, second = chosen(sim, short, HAS), chosen(sim, asked(sim), HAS)
-    answered(sim, first)
+    chosen(sim, shorter(sim), HAS)
+    second = chosen(sim, asked(sim), HAS)
+    one, other = begun(sim)
+    delivered(sim, one)
     sim.planner.state.evict(FULL_HOST, 64, dirty=True)
 
     assert sim.planner.state.free[FULL_HOST].held == 5 + 3
-    assert [one.pages for one in answered(sim, second)] == [8]
+    assert [(one.reading, one.pages) for one in delivered(sim, other)] == [(second, 8)]
+
+
+# Who waits
+
+
+def test_what_nobody_waits_for_does_not_begin(simulations: list[Simulation]) -> None:
+    sim = roomy(simulations)
+    reader = sim.planner.prefetches
+    reading = chosen(sim, asked(sim), HAS)
+    read = reader.next_read({0: 3})
+    assert read is not None
+
+    assert reader.abandon(reading) == []
+    assert reader.next_read() is None
+    assert [one.pages for one in delivered(sim, read)] == [3], "what had begun is there for others"
+    assert (sim.planner.state.free[FULL_HOST].held, reader.in_flight) == (3, [])
+
+
+def test_what_one_gave_up_another_reads(simulations: list[Simulation]) -> None:
+    sim = roomy(simulations)
+    reader = sim.planner.prefetches
+    first, second = chosen(sim, asked(sim), HAS), chosen(sim, shorter(sim), HAS)
+    read = reader.next_read({0: 3})
+    assert read is not None
+    assert reader.abandon(first) == []
+
+    rest = reader.next_read()
+    assert rest is not None
+    assert rest.digests == second.query.digests[3:5]
+    assert [(one.reading, one.pages) for one in delivered(sim, rest)] == []
+    assert {one.reading for one in delivered(sim, read)} == {first, second}
+    assert sim.open(PROMPT).matched_pages == 5
+
+
+def test_who_goes_on_has_what_arrived_in_order(simulations: list[Simulation]) -> None:
+    sim = roomy(simulations)
+    reader = sim.planner.prefetches
+    reading = chosen(sim, asked(sim), HAS)
+    first, gap, third, last = (reader.next_read({0: 2}) for _ in range(4))
+    assert first is not None
+    assert gap is not None
+    assert third is not None
+    assert last is not None
+    for read in (first, third):
+        assert delivered(sim, read) == []
+    sim.start(reader.settle(reading))
+    assert sim.open(PROMPT).matched_pages == 2
+    delivered(sim, gap)
+    sim.start(reader.settle(reading))
+    assert sim.open(PROMPT).matched_pages == 6
+    assert [one.pages for one in delivered(sim, last)] == [8]
+
+
+def test_what_is_read_ahead_is_bounded_and_in_order_of_turn(simulations: list[Simulation]) -> None:
+    """Sixteen slots, of which fourteen may hold what waits to be used."""
+    sim = roomy(simulations, host=16)
+    reader = sim.planner.prefetches
+    prompts = [[n * 100 + token for token in PROMPT] for n in range(3)]
+    requests = [sim.open(prompt) for prompt in prompts]
+    for request in requests:
+        query = reader.make_query(request.tokens, b"")
+        assert query is not None
+        assert reader.choose(query, {0: HAS}, request).reading is not None
+    reads = begun(sim)
+    assert [len(read.pages) for read in reads] == [8, 6]
+    for read in reads:
+        for result in delivered(sim, read):
+            assert result.reading.request is requests[0]
+    sim.planner.rematch(requests[0])
+    sim.planner.rest(requests[0])
+    assert begun(sim) == [], "what the first waits with stays"
+    assert reader.in_flight[0].lacks_room
+
+    reader.used(requests[0])
+    sim.close(requests[0])
+    reads += begun(sim)
+    assert [len(read.pages) for read in reads[2:]] == [2, 6]
+    for reading in list(reader.in_flight):
+        reader.abandon(reading)
+    for read in reads[2:]:
+        delivered(sim, read)
+    assert reader.in_flight == []
 
 
 def test_pages_that_were_published_during_a_read_get_digests_with_those_that_it_brings(
     simulations: list[Simulation],
 ) -> None:
     sim = roomy(simulations)
-    read = chosen(sim, asked(sim), b"\1" * PAGES)
+    chosen(sim, asked(sim), b"\1" * PAGES)
+    (read,) = begun(sim)
     served(sim, 4)
-    answered(sim, read)
+    delivered(sim, read)
     assert sim.planner.state.verify() == []

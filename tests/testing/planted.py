@@ -22,7 +22,8 @@ from asynchicache.planner.activity import Activity
 from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.load import LoadPlanner
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.prefetch import Outcomes, PrefetchPlanner, StorageRead
+from asynchicache.planner.prefetch import PrefetchPlanner
+from asynchicache.planner.readings import Reading, StorageRead
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.room_queue import RoomQueue
 from asynchicache.planner.state import CacheState
@@ -38,7 +39,7 @@ from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.fences import Fence
 from asynchicache.tree import copies, tails
 from asynchicache.tree.keeps import HintShare
-from asynchicache.tree.node import FULL, RESIDENT, Node, SlotPlace, place_of
+from asynchicache.tree.node import FULL, FULL_HOST, RESIDENT, Node, SlotPlace, place_of
 from asynchicache.tree.radix_tree import PathLease, UnifiedRadixTree
 from asynchicache.types import MissReason, Outcome, Tier
 
@@ -242,9 +243,9 @@ def waiter_that_gives_up_frees_the_read(patch: Patch) -> None:
         try:
             await prefetch(self, state)
         except asyncio.CancelledError:
-            for read in list(self._reader._reads):
-                if read.query.tokens is state.tokens:
-                    self._reader.finish(read)
+            for read in list(self._prefetches._begun.values()):
+                if any(reading.request is state for reading in read.waiters) and read.outcome is None:
+                    self._prefetches._state.free[FULL_HOST].release([read.slot])
             raise
 
     patch.setattr(Prefetcher, "prefetch", impatient)
@@ -521,13 +522,26 @@ def checksum_not_checked(patch: Patch) -> None:
 
 @bug
 def partial_read_counts_as_whole(patch: Patch) -> None:
-    commit = PrefetchPlanner._commit
+    deliver = PrefetchPlanner.deliver
 
-    def all_hits(self: PrefetchPlanner, read: StorageRead, outcomes: Outcomes) -> Any:
-        whole = {component_id: [Outcome.HIT] * len(some) for component_id, some in outcomes.items()}
-        return commit(self, read, whole)
+    def all_hits(self: PrefetchPlanner, read: StorageRead, outcomes: Sequence[Outcome]) -> Any:
+        return deliver(self, read, [Outcome.HIT] * len(outcomes))
 
-    patch.setattr(PrefetchPlanner, "_commit", all_hits)
+    patch.setattr(PrefetchPlanner, "deliver", all_hits)
+
+
+@bug
+def page_is_read_again_while_it_is_read(patch: Patch) -> None:
+    begin = PrefetchPlanner._begin
+
+    def alone(self: PrefetchPlanner, reading: Reading, component_id: int, pages: list[int]) -> StorageRead:
+        others, self.in_flight = self.in_flight, [reading]
+        try:
+            return begin(self, reading, component_id, pages)
+        finally:
+            self.in_flight = others
+
+    patch.setattr(PrefetchPlanner, "_begin", alone)
 
 
 @bug
@@ -584,10 +598,10 @@ def stored_pages_may_be_evicted_while_they_are_read(patch: Patch) -> None:
 @bug
 def prompts_with_one_head_read_one_after_the_other(patch: Patch) -> None:
     """Each waits for any read of its beginning, and after four of them gives up what storage has."""
-    read_all = Prefetcher._read_all
+    look_up = Prefetcher._look_up
 
-    async def in_turn(self: Prefetcher, prefetch: Any) -> MissReason:
-        state, size = prefetch.state, self._planner.state.page_size
+    async def in_turn(self: Prefetcher, prefetch: Any) -> None:
+        state, size = prefetch.request, self._planner.state.page_size
         busy = self.__dict__.setdefault("planted", {})
         head = (state.seed, state.tokens[:size].tobytes())
         for _ in range(4):
@@ -595,14 +609,16 @@ def prompts_with_one_head_read_one_after_the_other(patch: Patch) -> None:
                 break
             await busy[head].wait()
         else:
-            return MissReason.DEADLINE
+            self._end(prefetch, MissReason.DEADLINE)
+            return
         busy[head] = asyncio.Event()
         try:
-            return await read_all(self, prefetch)
+            await look_up(self, prefetch)
+            await asyncio.shield(prefetch.news)
         finally:
             busy.pop(head).set()
 
-    patch.setattr(Prefetcher, "_read_all", in_turn)
+    patch.setattr(Prefetcher, "_look_up", in_turn)
 
 
 @bug

@@ -17,7 +17,8 @@ from asynchicache.hashing import ObjectKey
 from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.load import LoadPlanner
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.prefetch import PrefetchPlanner, ReadPlan
+from asynchicache.planner.prefetch import PrefetchPlanner
+from asynchicache.planner.readings import ReadPlan
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.testing.chaos.calls import Call
@@ -79,7 +80,6 @@ class Costs:
         self.calm = True
         self.wanted: set[bytes] = set()
         self.memory: set[bytes] = set()
-        self.held: set[bytes] = set()
         self.running: list[Call] = []
         self.time = 0.0
         self.oracle = CostOracle(
@@ -88,7 +88,6 @@ class Costs:
             lambda: self.calm,
             lambda digest, moment: digest in self.wanted,
             lambda pool: self.memory,
-            lambda: self.held,
         )
 
     def begin(self, verb: str, *digests: bytes, pool: str = "kv") -> Call:
@@ -122,12 +121,8 @@ def test_a_page_is_not_read_twice_at_once() -> None:
     assert costs.said() == []
     costs.begin("get", B, D, A)
     assert costs.said() == ["read twice: pages, 2 of 'kv'"]
-    costs.held = {A, B}
-    costs.begin("get", A, B)
-    assert costs.said() == []
-    costs.held = set()
     costs.end(first)
-    assert costs.ledger.costs["read"] == 2 + 1 + 1 + 3 + 2
+    assert costs.ledger.costs["read"] == 2 + 1 + 1 + 3
     assert costs.ledger.costs["read_twice"] == 2
 
 
@@ -676,7 +671,7 @@ def test_a_match_has_to_be_all_that_is_in_memory(monkeypatch: pytest.MonkeyPatch
 
 def test_what_storage_has_is_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        PrefetchPlanner, "choose", lambda *_, **__: ReadPlan(None, MissReason.COLD, [], 0, None)
+        PrefetchPlanner, "choose", lambda *_, **__: ReadPlan(None, MissReason.COLD, [], 0, None, 0)
     )
     assert any(
         words.startswith("hit: 0 pages, reason cold, though memory and storage had 4 of ")
@@ -687,7 +682,7 @@ def test_what_storage_has_is_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_matched_is_to_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def cold(self: LoadPlanner, request: RequestState) -> Any:
         copies = self.load_nothing(request)
-        request.reason = MissReason.COLD
+        request.cut(MissReason.COLD)
         return copies
 
     monkeypatch.setattr(LoadPlanner, "load", cold)

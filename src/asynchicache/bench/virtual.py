@@ -112,18 +112,18 @@ class VirtualCache(InstantCache):
         }
         choice = reader.choose(query, present)
         self.carry_out(choice.backups)
-        if choice.read is None:
+        if choice.reading is None:
             reader.release(query)
             return
-        outcomes = {}
-        for number, slots in choice.read.slots.items():
-            host, stored = self.memory[names[number], Tier.HOST], self._storage[names[number]]
-            for slot, digest in zip(slots, choice.read.digests(number), strict=True):
+        while (read := reader.next_read()) is not None:
+            name = names[read.component_id]
+            host, stored = self.memory[name, Tier.HOST], self._storage[name]
+            for slot, digest in zip(read.slots, read.digests, strict=True):
                 host[slot] = stored[digest]
-            outcomes[number] = [Outcome.HIT] * len(slots)
-        for result in reader.deliver(choice.read, outcomes):
+            for result in reader.deliver(read, [Outcome.HIT] * len(read.pages)):
+                self.carry_out(result.backups)
+        for result in reader.abandon(choice.reading):  # there was no room for the rest
             self.carry_out(result.backups)
-        reader.finish(choice.read)
         self.planner.rematch(request)
 
     def _asked(self) -> list[int]:

@@ -34,6 +34,7 @@ class Executor:
         calls: tasks that read from storage or write to it.
         tracer: receives copies, if set.
         copies_failed: number of failed copies.
+        on_progress: called whenever work ends or slots are freed.
         on_backed_up: called with the end of a path whose pages have reached the host, and the `Activity`
             period of the backup.
         closing: requests are refused; work in flight continues.
@@ -53,6 +54,7 @@ class Executor:
         self.calls: set[asyncio.Task[None]] = set()
         self.tracer: Tracer | None = None
         self.copies_failed = 0
+        self.on_progress: Callable[[], None] = lambda: None
         self.on_backed_up: Callable[[Node, int | None], None] = lambda node, period: None
         self.closing = False
         self.stopped = False
@@ -218,6 +220,7 @@ class Executor:
         backups = self._planner.backups
         if (backups.postponed or backups.urgent) and self.failure is None and not self.stopped:
             self.run(backups.retry())
+        self.on_progress()
 
     async def next_progress(self) -> None:
         """Wait until work ends or slots are freed."""
@@ -234,9 +237,13 @@ class Executor:
         """Tasks that still run after `stop`."""
         return self._tasks.running if self.stopped else ()
 
-    def in_flight(self) -> int:
-        """Copies, storage calls and stream callbacks that have not ended."""
-        return self._activity.running()
+    def in_flight(self, until: int | None = None) -> int:
+        """Copies, storage calls and stream callbacks that have not ended; if given, of periods up to one."""
+        return self._activity.running(until)
+
+    def close_period(self) -> int:
+        """Close the current `Activity` period; returns it."""
+        return self._activity.close_period()
 
     async def idle(self) -> None:
         """Wait until nothing is in flight.
@@ -291,3 +298,4 @@ class Executor:
         """Start nothing more after work in flight; its waiters get `ClosedError`."""
         self.stopped = True
         self.progress.set()
+        self.on_progress()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from sys import maxsize
 from typing import NamedTuple
 
 from asynchicache.controller.digests import sliced_digests
@@ -19,16 +20,30 @@ from asynchicache.histograms import Histogram
 from asynchicache.planner.costs import LoadCosts
 from asynchicache.planner.options import PrefetchOptions
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.prefetch import Outcomes, ReadResult, StorageQuery, StorageRead
+from asynchicache.planner.readings import Reading, ReadResult, StorageQuery, StorageRead
 from asynchicache.planner.request_state import RequestState
 from asynchicache.storage.limits import BatchResult
-from asynchicache.tree.node import FULL, FULL_HOST, place_of
+from asynchicache.tree.node import FULL, place_of
 from asynchicache.types import MissReason, Outcome, PrefetchPolicy, Tier
 
 _log = logging.getLogger(__name__)
 
 _JOINS = 2
-"""Times that a request waits in vain for reads of other requests before it reads those pages itself."""
+"""Times that a request asks again in vain, after reads that it shared with others fell short."""
+
+_QUIET_TURNS = 8
+"""Loop iterations after which no more room is expected, once what was in flight has ended: who was just
+served needs a few to load what it got."""
+
+_ROUNDS_FOR_ROOM = 3
+"""Times that a request without room waits for what is in flight then; so its wait does not depend on later
+traffic."""
+
+_PAGES_AT_FIRST = 16
+_SLOW_BYTES = 1 << 20
+_FAST_SECONDS, _SLOW_SECONDS = 0.05, 0.2
+"""A call for few pages comes back soon, for those who need only these; one for many costs less. So calls
+begin small, double while they are fast, and halve while they are slow, down to `_SLOW_BYTES`."""
 
 
 _REASONS_OF_THE_MATCH = (MissReason.COLD, MissReason.STATE, MissReason.WINDOW)
@@ -36,26 +51,94 @@ _REASONS_OF_THE_MATCH = (MissReason.COLD, MissReason.STATE, MissReason.WINDOW)
 
 @dataclass(slots=True, eq=False)
 class _Prefetch:
-    """One request's wait for storage.
+    """What one request wants from storage.
 
     Attributes:
         request: the request.
-        done: set when all reads have ended; the reason why they brought no more.
-        awaited: whether the request still waits.
+        known: storage's answers so far.
+        most: the most pages of the prefix to read.
+        waiting: how many wait for it; the request may rest instead.
+        task: finds out what storage has.
+        news: set when nothing more is to be expected now: why there is no more.
+        reading: what is read for it.
+        reason, reach: why storage could not give more, and the pages that it could give with memory.
+        ended: why nothing more comes; None: something may.
+        joins, best: see `_JOINS`; the most pages that any reading gave.
+        began, nbytes, queued: when the reading began, its bytes, and those of others before it.
+        until, rounds: without room, the `Activity` period that it waits for, and see `_ROUNDS_FOR_ROOM`.
+        crowded: there was no room for a while, so its time says nothing about storage.
     """
 
     request: RequestState
-    done: asyncio.Future[MissReason]
-    awaited: bool = True
+    known: _KnownPresence
+    news: asyncio.Future[MissReason]
+    task: asyncio.Task[None] | None = None
+    most: int | None = None
+    waiting: int = 0
+    reading: Reading | None = None
+    reason: MissReason = MissReason.NONE
+    reach: int = maxsize
+    ended: MissReason | None = None
+    joins: int = _JOINS
+    best: int = -1
+    began: float = 0.0
+    nbytes: int = 0
+    queued: int = 0
+    until: int | None = None
+    rounds: int = _ROUNDS_FOR_ROOM
+    crowded: bool = False
 
     @property
-    def settled(self) -> bool:
-        """Whether the request no longer waits, so its prefix must not change."""
-        return not self.awaited or self.request.closed or self.request.loaded
+    def gone(self) -> bool:
+        """Whether the request went on, so its prefix must not change."""
+        return self.request.closed or self.request.loaded
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether it waits for host slots and for nothing else."""
+        reading = self.reading
+        return reading is not None and reading.lacks_room and not reading.unanswered
+
+    def tell(self, reason: MissReason) -> None:
+        """Wake those who wait."""
+        if not self.news.done():
+            self.news.set_result(reason)
+
+
+class ReadPace:
+    """How many calls of a component run at once, and how many pages each of them has."""
+
+    def __init__(self, stored: StoragePools) -> None:
+        self._storage = stored
+        self._running: Counter[int] = Counter()
+        self._pages: dict[int, int] = {}
+
+    def most(self, component_ids: Iterable[int]) -> dict[int, int]:
+        """By component, the most pages of a call that begins now; 0: none may."""
+        found = {}
+        for one in component_ids:
+            calls, pages, _ = self._storage.read_limits(one)
+            most = min(self._pages.get(one, _PAGES_AT_FIRST), pages)
+            found[one] = most if self._running[one] < calls else 0
+        return found
+
+    def began(self, component_id: int) -> None:
+        """A call begins."""
+        self._running[component_id] += 1
+
+    def ended(self, component_id: int, pages: int, seconds: float) -> None:
+        """A call for some pages has ended."""
+        self._running[component_id] -= 1
+        _, limit, page_bytes = self._storage.read_limits(component_id)
+        most = self._pages.get(component_id, _PAGES_AT_FIRST)
+        if pages >= min(most, limit) and seconds < _FAST_SECONDS:
+            self._pages[component_id] = min(2 * most, max(limit, _PAGES_AT_FIRST))
+        elif seconds > _SLOW_SECONDS and pages * page_bytes > _SLOW_BYTES:
+            self._pages[component_id] = max(min(pages, most) // 2, 1)
 
 
 class Prefetcher:
-    """Runs the storage reads of one cache. A read belongs to the cache, not to the request that asked.
+    """Reads from storage for the requests of one cache.
 
     Attributes:
         pages_read: pages and states that arrived.
@@ -93,126 +176,235 @@ class Prefetcher:
         self._is_busy = is_busy
         self._executor = executor
         self._storage_writer = storage_writer
-        self._commits: dict[StorageRead, asyncio.Future[ReadResult]] = {}
-        self._readers: dict[StorageRead, _Prefetch] = {}
-        self._held: dict[RequestState, StorageRead] = {}  # for requests that compute the pages before
-        self._late: set[StorageRead] = set()  # reads to whose slots an engine may still write
+        self._open: dict[RequestState, _Prefetch] = {}
+        self._readers: dict[Reading, _Prefetch] = {}
+        self._pace = ReadPace(stored)
+        self._quiet = 0  # turns of the loop since somebody without room has nothing to wait for
         self.pages_read = 0
         self.waits = Histogram()
+        executor.on_progress = self.pump
+
+    @property
+    def _waits_for_nobody(self) -> bool:
+        """Whether reads go on though nobody waits for them: later requests will."""
+        return self._options.policy is PrefetchPolicy.BEST_EFFORT
 
     async def prefetch(self, request: RequestState) -> None:
         """Read a request's prefix from storage to the host, and wait as long as the policy says.
 
-        If the request stops waiting, at its deadline or on cancellation, the read continues for later
-        requests.
+        At its deadline the request has what arrived in order. If nobody waits for a page any more, it is read
+        only if that has begun.
         """
         tokens, seed = request.tokens, request.seed
-        prefetched = self.release(request)
-        if self._executor.failure is not None or not (
-            self._storage or self._prefetches.backup_in_flight(tokens, seed)
-        ):
+        if self._executor.failure is not None:
             return
-        lacks = self._prefetches.missing_tokens(request.tokens, request.seed)
+        if not (self._storage or self._prefetches.backup_in_flight(tokens, seed)):
+            self._match_again(request)
+            return
+        lacks = self._prefetches.missing_tokens(tokens, seed)
         if not lacks:  # another request may have published it since the match
-            self._planner.rematch(request, prefetched=prefetched)
+            self._match_again(request)
+            if self._storage and not self._prefetches.can_read(FULL):
+                request.cut(MissReason.HOST_CAPACITY)
             return
-        prefetch = _Prefetch(request, asyncio.get_running_loop().create_future())
-        prefetch.awaited = self._options.policy is not PrefetchPolicy.BEST_EFFORT
-        self._executor.call(self._run(prefetch))
-        if not prefetch.awaited:
+        prefetch = self._open.get(request)
+        if prefetch is None or prefetch.ended is not None:
+            prefetch = self._open[request] = self._begin(request)
+            prefetch.task = self._executor.call(self._run(prefetch))
+        if self._waits_for_nobody:
+            self._settle(prefetch)
             return
-        seconds = self._options.deadline(lacks)
-        try:
-            reason = await self._wait(prefetch.done, seconds)
-        finally:
-            prefetch.awaited = False
-        if request.closed or request.loaded:
-            return  # it went on meanwhile; its prefix must not change
-        # Other requests may have published meanwhile, so these reasons follow from the new match.
-        request.reason = MissReason.NONE if reason in _REASONS_OF_THE_MATCH else reason
+        reason = await self._wait(prefetch, self._options.deadline(lacks))
+        if prefetch.gone:
+            return  # it went on meanwhile
+        if prefetch.ended is not None:
+            self._planner.rematch(request)  # others may have published since it ended
+            return
+        self._settle(prefetch)
+        if reason is MissReason.HOST_CAPACITY and self._planner.state.tree.components:
+            await self._read_shorter(request)
+
+    def _begin(self, request: RequestState) -> _Prefetch:
+        known = _KnownPresence(self._planner.state.names)
+        return _Prefetch(request, known, asyncio.get_running_loop().create_future())
+
+    def _match_again(self, request: RequestState) -> None:
+        self._planner.rematch(request, prefetched=self._prefetches.was_read_for(request))
+
+    def _settle(self, prefetch: _Prefetch) -> None:
+        """A request goes on with what has arrived, in order, of what is read for it."""
+        request, reading = prefetch.request, prefetch.reading
+        if reading is not None:
+            self._executor.run(self._prefetches.settle(reading))
         self._planner.rematch(request)
+        reason = prefetch.ended
+        if reason is None:
+            reason = MissReason.HOST_CAPACITY if prefetch.lacks_room else MissReason.DEADLINE
+        # Other requests may have published meanwhile, so these reasons follow from the new match.
+        derived = reason in _REASONS_OF_THE_MATCH
+        request.cut(MissReason.NONE if derived else reason, prefetch.reach)
 
-    def release(self, request: RequestState) -> bool:
-        """Insert what was read for a request while it computed the pages before; whether any was."""
-        read = self._held.pop(request, None)
-        if read is not None:
-            for result in self._prefetches.release_held(read):
-                self._committed(result)
-        return read is not None
+    async def _read_shorter(self, request: RequestState) -> None:
+        """There is no room for a whole prefix: read the states or windows of a shorter one, whose full pages
+        have arrived."""
+        whole = self._open[request]
+        query = self._prefetches.make_query(request.tokens, request.seed)
+        if query is None:
+            return
+        prefetch = self._begin(request)
+        prefetch.most, prefetch.known = query.memory_pages, whole.known
+        self._prefetches.release(query)
+        self._choose(prefetch, MissReason.NONE)
+        try:
+            await self._wait(prefetch, self._options.deadline(0))
+        finally:
+            self._drop(prefetch)
+        if not prefetch.gone:
+            self._settle(whole)
 
-    def pass_on(self, request: RequestState, resumed: RequestState) -> None:
-        """A suspended request goes on as another one."""
-        read = self._held.pop(request, None)
-        if read is not None:
-            self._held[resumed] = read
-        resumed.split = request.split
-
-    async def _wait(self, done: asyncio.Future[MissReason], seconds: float) -> MissReason:
-        """Wait for `done`: why the reads brought no more, or `DEADLINE`."""
+    async def _wait(self, prefetch: _Prefetch, seconds: float) -> MissReason:
+        """Wait for a reading: why it brought no more, or `DEADLINE`."""
         clock = asyncio.get_running_loop().time
         started = clock()
+        if prefetch.news.done() and self._open.get(prefetch.request) is prefetch:
+            prefetch.news = asyncio.get_running_loop().create_future()  # asked again, for what did not come
+        prefetch.waiting += 1
+        self._want(prefetch, wanted=True)
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.shield(done)
+                return await asyncio.shield(prefetch.news)
         except TimeoutError:
             return MissReason.DEADLINE
         finally:
+            prefetch.waiting -= 1
+            self._want(prefetch, wanted=prefetch.waiting > 0 or prefetch.request.resting)
             self.waits.observe(clock() - started)
 
+    def _want(self, prefetch: _Prefetch, *, wanted: bool) -> None:
+        if prefetch.reading is not None:
+            prefetch.reading.wanted = wanted or self._waits_for_nobody
+            self.pump()
+
+    def rest(self, request: RequestState) -> None:
+        """A request waits for its turn: what was not read yet is read meanwhile."""
+        prefetch = self._open.get(request)
+        if prefetch is not None:
+            self._want(prefetch, wanted=True)
+
+    def rematch(self, request: RequestState) -> None:
+        """Match again, with what has arrived of what is read for a request."""
+        prefetch = self._open.get(request)
+        if prefetch is None:
+            self._planner.rematch(request, prefetched=self._prefetches.was_read_for(request))
+        else:
+            self._settle(prefetch)
+
+    def leave(self, request: RequestState) -> None:
+        """A request has used what was read for it, or never will."""
+        self._prefetches.used(request)
+        prefetch = self._open.pop(request, None)
+        if prefetch is not None:
+            prefetch.tell(MissReason.CLOSED)
+            if not self._waits_for_nobody:
+                self._drop(prefetch)
+                if prefetch.task is not None:
+                    prefetch.task.cancel()
+        self.pump()
+
+    def _drop(self, prefetch: _Prefetch) -> None:
+        for result in self._prefetches.abandon(prefetch.reading) if prefetch.reading is not None else ():
+            self._read_ended(result)
+
+    # What to read
+
     async def _run(self, prefetch: _Prefetch) -> None:
-        reason = MissReason.CLOSED
         try:
-            reason = await self._read_all(prefetch)
+            await self._look_up(prefetch)
         except Exception:  # noqa: BLE001  a task boundary: a failed read is a miss
             _log.exception("a read from storage failed")
-            reason = MissReason.STORAGE_FAILED
-        finally:
-            if not prefetch.done.done():
-                prefetch.done.set_result(reason)
+            self._end(prefetch, MissReason.STORAGE_FAILED)
+        except asyncio.CancelledError:
+            self._end(prefetch, MissReason.CLOSED)
+            raise
 
-    async def _read_all(self, prefetch: _Prefetch) -> MissReason:
-        """Read what storage has; returns why it was not more.
-
-        Pages that other reads are bringing are waited for. If those reads fail, the request joins other
-        reads again, a few times, and then reads all pages itself.
-        """
-        digests = await self._digests(prefetch.request.tokens, prefetch.request.seed)
-        with self._presence.listen(digests) as answered:
-            known = _KnownPresence(self._planner.state.names, answered)
-            return await self._read_known(prefetch, digests, known)
-
-    async def _read_known(
-        self, prefetch: _Prefetch, digests: list[bytes], known: _KnownPresence
-    ) -> MissReason:
+    async def _look_up(self, prefetch: _Prefetch) -> None:
+        """Ask what storage has, and choose what to read of it."""
         tokens, seed = prefetch.request.tokens, prefetch.request.seed
-        joins, best = _JOINS, -1
-        while True:
+        digests = await self._digests(tokens, seed)
+        with self._presence.listen(digests) as answered:
+            prefetch.known.answered = answered
             await self._wait_for_backups(tokens, seed)
-            reason = await self._present(known, tokens, seed, digests)
-            query, present = self._query(prefetch.request, digests, known)
-            if query is None:
-                return MissReason.NONE
-            if prefetch.awaited and best < 0:
-                reach = known.reach(min(query.memory_pages, query.whole_pages)) + (query.tail > 0)
-                if self._reads_ahead(prefetch, query, present, self._split(prefetch, query, reach)):
-                    return MissReason.CHEAPER_TO_COMPUTE
-                if not self._pays(query, reach):
-                    self._prefetches.release(query)
-                    return MissReason.CHEAPER_TO_COMPUTE
-            result, reason = await self._read(prefetch, query, present, reason, join=joins > 0)
-            if result is None or result.pages >= result.read.target or not result.read.joined:
-                await self._wait_for_backups(tokens, seed)
-                return reason
-            if result.pages <= best:
-                joins -= 1
-            best = max(best, result.pages)
+            reason = await self._present(prefetch.known, tokens, seed, digests)
+        prefetch.known.digests = digests
+        if prefetch.gone and not self._waits_for_nobody:
+            self._end(prefetch, MissReason.CLOSED)
+            return
+        self._choose(prefetch, reason)
+
+    def _choose(self, prefetch: _Prefetch, presence_reason: MissReason) -> None:
+        """Choose what to read, and begin; ends the prefetch if there is nothing."""
+        request = prefetch.request
+        query, present = self._query(request, prefetch.known)
+        if query is None:
+            self._end(prefetch, MissReason.NONE)
+            return
+        reach = prefetch.known.reach(min(query.memory_pages, query.whole_pages)) + (query.tail > 0)
+        asks_first = prefetch.most is None and prefetch.best < 0 and not self._waits_for_nobody
+        if asks_first and not self._pays(query, reach):
+            self._prefetches.release(query)
+            self._end(prefetch, MissReason.CHEAPER_TO_COMPUTE)
+            return
+        plan = self._prefetches.choose(query, present, request, most=prefetch.most)
+        if not prefetch.gone and prefetch.most is None:
+            request.stored_full_pages = min(plan.full_pages, query.whole_pages)
+            request.stored_held_back = plan.limit
+        self._executor.run(plan.backups)
+        prefetch.reason, prefetch.reach = plan.reason, plan.reach
+        if presence_reason is not MissReason.NONE:
+            prefetch.reason, prefetch.reach = presence_reason, maxsize
+        elif plan.reason is not MissReason.HOST_CAPACITY:
+            prefetch.reach = maxsize
+        if plan.reading is None:
+            self._prefetches.release(query)
+            self._end(prefetch, prefetch.reason)
+            return
+        prefetch.reading, self._readers[plan.reading] = plan.reading, prefetch
+        self._measure(prefetch)
+        self._want(prefetch, wanted=prefetch.waiting > 0 or request.resting)
+        for result in self._prefetches.ready():
+            self._read_ended(result)
+
+    def _measure(self, prefetch: _Prefetch) -> None:
+        """A reading begins: note how many bytes it brings, behind those of others."""
+        assert prefetch.reading is not None, "it was just chosen"
+        free = self._planner.state.free
+        prefetch.nbytes = sum(
+            len(pages) * free[place_of(component_id, Tier.HOST)].slot_bytes
+            for component_id, pages in prefetch.reading.unbegun.items()
+        )
+        prefetch.began, prefetch.queued = asyncio.get_running_loop().time(), self._costs.reading_bytes
+        self._costs.reading_bytes += prefetch.nbytes
+
+    def _end(self, prefetch: _Prefetch, reason: MissReason) -> None:
+        """Nothing more comes for a request: match what there is now, before it can be evicted."""
+        request, prefetch.ended = prefetch.request, reason
+        is_open, resting = self._open.get(request) is prefetch, request.resting
+        if (prefetch.waiting or resting) and not prefetch.gone:
+            if is_open:
+                del self._open[request]
+                self._settle(prefetch)
+            else:  # of a shorter prefix
+                self._planner.rematch(request)
+            if resting:
+                self._planner.rest(request)
+        prefetch.tell(reason)
 
     def _query(
-        self, request: RequestState, digests: list[bytes], known: _KnownPresence
+        self, request: RequestState, known: _KnownPresence
     ) -> tuple[StorageQuery | None, Mapping[int, bytes]]:
         """The query for a request's prefix, up to the tail that storage has behind its pages; and which of
         the query's pages storage has, by component."""
-        end = known.tail
+        end, digests = known.tail, known.digests
         if end is None:
             return self._prefetches.make_query(request.tokens, request.seed, digests), known.flags
         path = [*digests[: end.pages], end.digest]
@@ -238,37 +430,6 @@ class Prefetcher:
         busy = float(self._is_busy())
         return self._costs.worth_loading(pages * size, query.matched_pages * size, nbytes, busy=busy)
 
-    def _split(self, prefetch: _Prefetch, query: StorageQuery, reach: int) -> int:
-        """Pages of the prefix to compute while the rest, up to `reach`, is read; 0: none."""
-        if not self._options.partial_loads or len(self._planner.state.names) > 1 or prefetch.request.split:
-            return 0
-        missing, nbytes = self._prefetches.estimate(query, reach)
-        if not nbytes or missing > self._planner.state.free[FULL_HOST].capacity:
-            return 0  # what is computed needs a place on the host too: pages stand on those before them
-        size, page_bytes = self._planner.state.page_size, nbytes // missing
-        computed = self._costs.split(
-            missing, size, query.memory_pages * size, page_bytes, busy=float(self._is_busy())
-        )
-        return query.memory_pages + computed if computed else 0
-
-    def _reads_ahead(
-        self, prefetch: _Prefetch, query: StorageQuery, present: Mapping[int, bytes], split: int
-    ) -> bool:
-        """Begin to read the pages from `split` on, for when the request has computed those before; False if
-        there is no split, or no room."""
-        if not split or prefetch.settled:
-            return False
-        plan = self._prefetches.choose(query, present, computed=split)
-        self._executor.run(plan.backups)
-        if plan.read is None:
-            return False
-        prefetch.request.split = split * self._planner.state.page_size
-        self._held[prefetch.request] = plan.read
-        self._commits[plan.read] = asyncio.get_running_loop().create_future()
-        self._readers[plan.read] = prefetch
-        self._executor.call(self._get(plan.read))
-        return True
-
     async def _digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
         """Digests of all pages that could be restored."""
         size = self._planner.state.page_words
@@ -276,32 +437,6 @@ class Prefetcher:
         with memoryview(tokens) as view:
             rest = view[len(known) * size : (len(tokens) - 1) // size * size].tobytes()
         return known + await sliced_digests(memoryview(rest).cast("q"), size, known[-1] if known else seed)
-
-    async def _read(
-        self,
-        prefetch: _Prefetch,
-        query: StorageQuery,
-        present: Mapping[int, bytes],
-        presence_reason: MissReason,
-        *,
-        join: bool,
-    ) -> tuple[ReadResult | None, MissReason]:
-        """Choose, read and commit; returns the result, None if there was nothing to read, and the reason."""
-        read: StorageRead | None = None
-        try:
-            plan = self._prefetches.choose(query, present, join=join)
-            read = plan.read
-        finally:
-            if read is None:
-                self._prefetches.release(query)
-        if not prefetch.settled:
-            prefetch.request.stored_full_pages = min(plan.full_pages, query.whole_pages)
-            prefetch.request.stored_held_back = plan.limit
-        self._executor.run(plan.backups)
-        if read is None:
-            return None, plan.reason if presence_reason is MissReason.NONE else presence_reason
-        result = await self._fill(prefetch, read)
-        return result, result.reason if presence_reason is MissReason.NONE else presence_reason
 
     async def _present(
         self, known: _KnownPresence, tokens: array[int], seed: bytes, digests: list[bytes]
@@ -371,77 +506,96 @@ class Prefetcher:
         known.learn(component_id, pages, answer.flags)
         return answer.reason
 
-    async def _fill(self, prefetch: _Prefetch, read: StorageRead) -> ReadResult:
-        """Read pages from storage into their slots, and wait until they are in the tree."""
-        commit = self._commits[read] = asyncio.get_running_loop().create_future()
-        self._readers[read] = prefetch
-        await self._get(read)
-        return await asyncio.shield(commit)
+    # Reads
+
+    def pump(self) -> None:
+        """Begin what can be read now, in order of turn."""
+        if self._executor.stopped:
+            for prefetch in self._open.values():
+                prefetch.tell(MissReason.CLOSED)
+            return
+        if not self._readers:
+            return
+        components = range(len(self._planner.state.names))
+        while (read := self._prefetches.next_read(self._pace.most(components))) is not None:
+            self._pace.began(read.component_id)
+            self._executor.call(self._get(read))
+        self._give_up_room()
+
+    def _give_up_room(self) -> None:
+        """Who waits for host slots gives up when what was in flight has ended, and freed none."""
+        for prefetch in self._readers.values():
+            if not prefetch.lacks_room:
+                prefetch.until, prefetch.rounds = None, _ROUNDS_FOR_ROOM
+            elif prefetch.until is None:
+                prefetch.crowded, prefetch.until = True, self._executor.close_period()
+        if self._hopeless() and not self._quiet:
+            self._quiet = 1
+            asyncio.get_running_loop().call_soon(self._still_quiet)
+
+    def _hopeless(self) -> list[_Prefetch]:
+        """Those who wait, and for whom what was in flight has freed no host slots."""
+        in_flight = self._executor.in_flight
+        waiting = (one for one in self._readers.values() if one.waiting and not one.news.done())
+        return [one for one in waiting if one.until is not None and not in_flight(one.until)]
+
+    def _still_quiet(self) -> None:
+        hopeless = self._hopeless()
+        self._quiet = self._quiet + 1 if hopeless else 0
+        if 0 < self._quiet <= _QUIET_TURNS:
+            asyncio.get_running_loop().call_soon(self._still_quiet)
+            return
+        self._quiet = 0
+        for prefetch in hopeless:
+            prefetch.rounds -= 1
+            if prefetch.rounds and self._executor.in_flight():
+                prefetch.until = self._executor.close_period()
+            else:
+                prefetch.tell(MissReason.HOST_CAPACITY)
 
     async def _get(self, read: StorageRead) -> None:
-        """Read pages from storage into their slots, and commit what is ready then."""
-        commit = self._commits[read]
-        late: list[BatchResult] = []
+        """Read pages from storage into their slots, and end the readings that waited for the last of them."""
+        clock, late = asyncio.get_running_loop().time, list[BatchResult]()
         # Until storage has answered, its threads may write to the slots.
-        outcomes: Outcomes = {
-            component_id: [Outcome.TIMEOUT] * len(slots) for component_id, slots in read.slots.items()
-        }
+        outcomes, began = [Outcome.TIMEOUT] * len(read.pages), clock()
         try:
-            with self._timed(read) as timed:
-                outcomes, late = await self._storage.get(read)
-                timed.arrived = all(one is Outcome.HIT for some in outcomes.values() for one in some)
+            outcomes, late = await self._storage.get(read)
         finally:
-            if late:
-                self._late.add(read)
-                self._executor.call_late(self._finish_late(read, commit, late))
+            self._pace.ended(read.component_id, len(read.pages), clock() - began)
+            self.pages_read += outcomes.count(Outcome.HIT)
             for result in self._prefetches.deliver(read, outcomes):
-                self._committed(result)
+                self._read_ended(result)
+            if late:
+                self._executor.call_late(self._finish_late(read, late))
+            else:
+                self._prefetches.finish(read)
+            self.pump()
 
-    @contextmanager
-    def _timed(self, read: StorageRead) -> Iterator[_TimedRead]:
-        """Measure a read, if all of it arrives."""
-        state, clock = self._planner.state, asyncio.get_running_loop().time
-        nbytes = sum(
-            len(slots) * state.free[place_of(component_id, Tier.HOST)].slot_bytes
-            for component_id, slots in read.slots.items()
-        )
-        began, queued, timed = clock(), self._costs.reading_bytes, _TimedRead()
-        self._costs.reading_bytes += nbytes
-        try:
-            yield timed
-        finally:
-            self._costs.reading_bytes -= nbytes
-            if timed.arrived:
-                self._costs.read(nbytes, queued, clock() - began)
-
-    def _committed(self, result: ReadResult) -> None:
-        """A read is in the tree: rematch its request now, before the pages can be evicted."""
-        self.pages_read += result.arrived
+    def _read_ended(self, result: ReadResult) -> None:
+        """Everything was answered that a prefix needed: ask again if others' reads fell short, or end."""
         self._executor.run(result.backups)
-        prefetch = self._readers.pop(result.read)
-        if not prefetch.settled:
-            self._planner.rematch(prefetch.request)
-        if result.read not in self._late:
-            self._prefetches.finish(result.read)
-        self._commits.pop(result.read).set_result(result)
+        reading, prefetch = result.reading, self._readers.pop(result.reading)
+        prefetch.reading = None
+        self._costs.reading_bytes -= prefetch.nbytes
+        complete = result.pages >= reading.target
+        if complete and prefetch.nbytes and not prefetch.crowded:
+            seconds = asyncio.get_running_loop().time() - prefetch.began
+            self._costs.read(prefetch.nbytes, prefetch.queued, seconds)
+        if complete or not (reading.joined and reading.wanted and prefetch.joins):
+            if not complete:
+                prefetch.reach = maxsize
+            self._end(prefetch, prefetch.reason if complete else result.reason)
+            return
+        prefetch.joins -= result.pages <= prefetch.best
+        prefetch.best = max(prefetch.best, result.pages)
+        prefetch.task = self._executor.call(self._run(prefetch))
 
-    async def _finish_late(
-        self, read: StorageRead, commit: asyncio.Future[ReadResult], late: list[BatchResult]
-    ) -> None:
+    async def _finish_late(self, read: StorageRead, late: list[BatchResult]) -> None:
         safe = False
         try:
             safe = await linger(late)
-            await asyncio.shield(commit)
         finally:
-            self._late.discard(read)
             self._prefetches.finish(read, safe=safe)
-
-
-@dataclass(slots=True, eq=False)
-class _TimedRead:
-    """Whether everything that a read asked for arrived."""
-
-    arrived: bool = False
 
 
 class _StoredTail(NamedTuple):
@@ -460,10 +614,12 @@ class _KnownPresence:
         tail: the tail behind the full pages in memory and storage.
         tails: by the pages before it, the tails that were asked for; None: storage has none there.
         answered: queries of other requests that storage answered while this one waited.
+        digests: of its pages.
     """
 
     def __init__(self, names: Sized, answered: Sequence[PresenceQuery] = ()) -> None:
         self.answered = answered
+        self.digests: list[bytes] = []
         self.tail: _StoredTail | None = None
         self.tails: dict[int, _StoredTail | None] = {}
         self.flags: dict[int, bytes] = dict.fromkeys(range(len(names)), b"")

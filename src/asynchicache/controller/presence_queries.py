@@ -30,6 +30,7 @@ class PresenceQuery:
         pages: numbers of the pages to ask for.
         fresh: cached answers must not be used.
         for_all: every listener gets the answer.
+        askers: how many wait for the answer; a query that nobody waits for is not made.
         answer: set when storage has answered, or will not.
     """
 
@@ -38,6 +39,7 @@ class PresenceQuery:
     pages: range
     fresh: bool
     for_all: bool = False
+    askers: int = 0
     answer: asyncio.Future[Presence] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,9 +103,20 @@ class PresenceQueries:
         new = [question for question, _, mine in parts if mine]
         for question in new:
             question.for_all = for_all
-        self._put(new, (component_id, fresh))
+        for question, _, _ in parts:
+            question.askers += 1
+        try:
+            self._put(new, (component_id, fresh))
+            return await self._joined([(question, span) for question, span, _ in parts])
+        finally:
+            for question, _, _ in parts:
+                question.askers -= 1
+
+    @staticmethod
+    async def _joined(parts: Sequence[tuple[PresenceQuery, range]]) -> Presence:
+        """The answers of queries for consecutive spans, as one."""
         flags, reason = bytearray(), MissReason.NONE
-        for question, span, _ in parts:
+        for question, span in parts:
             answer = await asyncio.shield(question.answer)
             begin = span.start - question.pages.start
             flags += answer.flags[begin : begin + len(span)]
@@ -157,7 +170,10 @@ class PresenceQueries:
         async with self._calls.setdefault(kind, asyncio.Semaphore(_MAX_CALLS)):
             await self._gather(waiting)
             del self._waiting[kind]  # later queries need another call
-            self._answered(waiting, await self._answer(kind, waiting))
+            self._end([one for one in waiting if not one.askers], MissReason.CLOSED)
+            asked = [one for one in waiting if one.askers]
+            if asked:
+                self._answered(asked, await self._answer(kind, asked))
 
     def _call_ended(
         self, kind: tuple[int, bool], batch: Sequence[PresenceQuery], task: asyncio.Task[None]

@@ -145,7 +145,7 @@ class Request:
         if after is not None:
             state.runs_on(after)
         state.closed = True
-        self._controller.prefetcher.release(state)
+        self._controller.prefetcher.leave(state)
         if self._controller.recorder is not None:
             self._controller.recorder.ended(state)
         for stream in list(state.streams) if not self._executor.stopped else ():
@@ -304,21 +304,13 @@ class Request:
             raise RequestStateError(f"the request has no {pool!r} state slot yet; extend() takes one")
         return state.states[component_id]
 
-    @property
-    def split(self) -> int:
-        """Tokens to compute before the rest of the prefix comes from storage; 0: none.
-
-        Only with `PrefetchOptions.partial_loads`, after `prefetch`. Compute up to there, `suspend`, then
-        `rematch`, `prefetch` and `load`: what was read meanwhile is a part of the hit.
-        """
-        return self._open().split
-
     # Operations
 
     async def prefetch(self) -> Hit:
         """Read the prefix from storage to the host, and wait as long as the policy says.
 
-        Always a cancellation point. If this waiter is cancelled, the read continues for other requests.
+        At the deadline, the hit is what arrived in order. Always a cancellation point. If this waiter is
+        cancelled, pages that nobody else waits for, and whose read has not begun, are not read.
         """
         state = self._unloaded("prefetch")
         await self._executor.checkpoint()
@@ -328,12 +320,15 @@ class Request:
     def rest(self) -> None:
         """Release the match while waiting for something else, such as a turn on the model.
 
-        The matched pages may be evicted meanwhile. Call `rematch` before `load`.
+        What was read from storage for the request stays on the host, and what there was no room or time for
+        is read meanwhile, in order of turn; other matched pages may be evicted. Call `rematch` before `load`.
 
         Raises:
             RequestStateError: after `load`.
         """
-        self._planner.rest(self._unloaded("rest"))
+        state = self._unloaded("rest")
+        self._planner.rest(state)
+        self._controller.prefetcher.rest(state)
         self._executor.notify()
 
     def rematch(self) -> Hit:
@@ -342,7 +337,7 @@ class Request:
         Raises:
             RequestStateError: after `load`.
         """
-        self._planner.rematch(self._unloaded("rematch"), prefetched=False)
+        self._controller.prefetcher.rematch(self._unloaded("rematch"))
         return self.hit
 
     def _unloaded(self, verb: str) -> RequestState:
@@ -397,6 +392,7 @@ class Request:
         self._check_named("load", "into", into, after)
         end = state.lease.node
         copies = self._planned_load(state, into)
+        self._controller.prefetcher.leave(state)
         if into is None:
             end = state.lease.node if state.whole_tail is None else state.whole_tail
         self._controller.storage_writer.use(end)
@@ -761,7 +757,6 @@ class Request:
         self.checkpoint(length, after=after, final=True)
         resumed.unpublished, resumed.published = before.unpublished, before.published
         self._state = resumed
-        self._controller.prefetcher.pass_on(before, resumed)
         self._free(before, after)
         self._planner.rematch(resumed, prefetched=False)
         self._planner.rest(resumed)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self, TypeAlias
 from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.planner.actions import StorageWrite
-from asynchicache.planner.prefetch import Outcomes, StorageRead
+from asynchicache.planner.readings import StorageRead
 from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.deadlines import close
@@ -285,21 +285,19 @@ class StoragePools:
         calls = [self.move(name, *pages, put=True) for name, pages in work.pages.items()]
         return [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)  # usually no task
 
-    async def get(self, read: StorageRead) -> tuple[Outcomes, list[BatchResult]]:
+    def read_limits(self, component_id: int) -> tuple[int, int, int]:
+        """How to read a component: concurrent calls, pages of a call, and bytes of a page, at most."""
+        pools = [self._pools[name] for name in self._sharing(component_id) if name in self._pools]
+        limits = [pool.guard.read_limits for pool in pools]
+        calls, pages = map(min, zip(*limits, strict=True)) if limits else (1, SLICE_PAGES)
+        return calls, pages, sum(pool.binding.slot_bytes for pool in pools)
+
+    async def get(self, read: StorageRead) -> tuple[list[Outcome], list[BatchResult]]:
         """Read pages; returns the outcome of each, and the batches that may still write to their slots."""
-        pools = [(component_id, name) for component_id in read.slots for name in self._sharing(component_id)]
-        calls = [
-            self.move(name, read.digests(component_id), read.slots[component_id], put=False)
-            for component_id, name in pools
-        ]
+        digests, slots = read.digests, read.slots
+        calls = [self.move(name, digests, slots, put=False) for name in self._sharing(read.component_id)]
         batches = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
-        results = [
-            (component_id, batch.outcomes) for (component_id, _), batch in zip(pools, batches, strict=True)
-        ]
-        outcomes = {
-            component_id: worst_outcomes([r for n, r in results if n == component_id])
-            for component_id in read.slots
-        }
+        outcomes = worst_outcomes([batch.outcomes for batch in batches])
         return outcomes, [batch for batch in batches if batch.lingering is not None]
 
     async def move(

@@ -7,8 +7,6 @@ seen while running, the recent past counting most, so a slower disk or a busier 
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from asynchicache.errors import ConfigError
 
 _READ_MEMORY = 0.9
@@ -17,8 +15,6 @@ _LEAST_MEASURED = 8
 _EXPLORE_EVERY = 64
 _EXPLORED_SHARE = 0.02
 """What may be spent on choices that seem worse, so that an estimate can recover: a share of all time."""
-_SPLIT_SHARE = 0.9
-"""The most that both at a time may take, beside the better one alone: they cost a second match."""
 
 
 class DecayingFit:
@@ -68,7 +64,6 @@ class LoadCosts:
     Attributes:
         reading_bytes: bytes of reads in flight.
         loads, computes, explored: decisions of either kind, and those that went against the estimate.
-        splits: decisions to do both.
     """
 
     def __init__(self, min_tokens: int = 0) -> None:
@@ -79,7 +74,7 @@ class LoadCosts:
         self._spent = self._wasted = 0.0
         self._since = 0
         self.reading_bytes = 0
-        self.loads = self.computes = self.explored = self.splits = 0
+        self.loads = self.computes = self.explored = 0
 
     def computed(self, tokens: int, context: int, seconds: float) -> None:
         """A prefill of `tokens` tokens behind `context` others took this long.
@@ -126,32 +121,6 @@ class LoadCosts:
         self.loads += load
         self.computes += not load
         return load
-
-    def split(self, pages: int, size: int, context: int, page_bytes: int, *, busy: float = 0.0) -> int:
-        """How many of the next pages to compute while the others are read, so that both end together; 0 if
-        that is not known, or reading or computing alone is about as fast (Cake, ICML 2025).
-
-        Args:
-            pages: pages that storage adds.
-            size: tokens of a page.
-            context: tokens before them.
-            page_bytes: bytes of a page.
-            busy: as for `worth_loading`.
-        """
-        if not self.measured:
-            return 0
-
-        def compute(count: int) -> float:
-            return (1 + busy) * self.compute_seconds(count * size, context)
-
-        def read(count: int) -> float:
-            return self.load_seconds((pages - count) * page_bytes)
-
-        computed = bisect_left(range(pages), 0.0, key=lambda count: compute(count) - read(count))
-        if not 0 < computed < pages or compute(computed) > _SPLIT_SHARE * min(compute(pages), read(0)):
-            return 0
-        self.splits += 1
-        return computed
 
     def _choose(self, load: float, compute: float) -> bool:
         """The cheaper way; now and then the other one, as far as its price allows."""

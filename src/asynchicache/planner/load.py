@@ -50,7 +50,7 @@ class LoadPlanner:
         self.drop_tail(request)
         self._shorten(request, self._tree.root(request.seed))
         self._windows.start(request, request.lease.node, {})
-        request.reason = reason
+        request.cut(reason)
         return [Copy(Direction.LOAD, [], self._state.begin(Tier.DEVICE, [])).serve(request)]
 
     def load(self, request: RequestState) -> list[Copy]:
@@ -156,7 +156,7 @@ class LoadPlanner:
 
     def _shorten(self, request: RequestState, node: Node) -> Node:
         if node is not request.lease.node:
-            request.reason = MissReason.DEVICE_CAPACITY
+            request.cut(MissReason.DEVICE_CAPACITY)
             before = request.lease
             request.lease = self._tree.lease(node, before.credit)
             before.close()

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta
 
-from asynchicache.errors import ConfigError
 from asynchicache.options import Natural, Options
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
@@ -28,11 +27,9 @@ class PrefetchOptions(Options, frozen=True, kw_only=True):
             Default: 0.
         load_or_compute: read from storage only what takes longer to compute, by measured costs; needs an
             engine that reports them (`Request.computed`). Default: False.
-        partial_loads: with `load_or_compute`, in models with attention only, read the end of a prefix while
-            its beginning is computed; needs an engine that minds `Request.split`. Default: False.
 
     Raises:
-        ConfigError: an option is out of range, or `partial_loads` without `load_or_compute`.
+        ConfigError: an option is out of range.
     """
 
     subject: ClassVar[str] = "prefetch "
@@ -43,7 +40,6 @@ class PrefetchOptions(Options, frozen=True, kw_only=True):
     max_seconds: _WaitSeconds = 30.0
     min_fetch_tokens: Natural = 0
     load_or_compute: bool = False
-    partial_loads: bool = False
 
     if TYPE_CHECKING:
         # What type checkers take, see `CacheConfig`.
@@ -56,12 +52,7 @@ class PrefetchOptions(Options, frozen=True, kw_only=True):
             max_seconds: float = ...,
             min_fetch_tokens: int = ...,
             load_or_compute: bool = ...,
-            partial_loads: bool = ...,
         ) -> None: ...
-
-    def check(self) -> None:
-        if self.partial_loads and not self.load_or_compute:
-            raise ConfigError("prefetch partial_loads: needs load_or_compute, which measures what both cost")
 
     def deadline(self, tokens: int) -> float:
         """The seconds that a prefetch of `tokens` tokens may wait."""

@@ -28,7 +28,7 @@ from asynchicache.planner.windows import WindowPlanner
 from asynchicache.pools.extents import ExtentPlan
 from asynchicache.specs import ModelSpec
 from asynchicache.tree import copies, tails
-from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Keep, Node, SlotPlace, place_of
+from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Keep, Node, SlotPlace, place_of, tier_of
 from asynchicache.tree.policies import EVICTION
 from asynchicache.tree.radix_tree import Match
 from asynchicache.types import Direction, MissReason, Tier, WritePolicy
@@ -199,6 +199,7 @@ class Planner:
         self.loads.keep_tail(request)
         if prefetched:
             self._count_prefetched(request, *had)
+        self.state.unlock(request.kept)
         before.close()
 
     @staticmethod
@@ -210,8 +211,11 @@ class Planner:
         request.prefetched_pages = min(request.prefetched_pages + more, match.pages + has_tail)
 
     def rest(self, request: RequestState) -> None:
-        """Release the prefix until `rematch`."""
+        """Release the prefix until `rematch`, except what was read from storage for it."""
         before, root = request.lease, self._tree.root(request.seed)
+        if self.prefetches.was_read_for(request) and not request.resting:
+            request.kept = [(node, place) for node, place in before.locked if tier_of(place) is Tier.HOST]
+            self.state.lock(request.kept)
         request.lease = self._tree.lease(root, before.credit)
         request.resting = True
         self.loads.drop_tail(request)
@@ -250,6 +254,7 @@ class Planner:
         state, poisoned = self.state, request.poisoned
         state.requests.discard(request)
         request.lease.close()
+        state.unlock(request.kept)
         self.ends.release(request)
         state.give_back(FULL_DEVICE, request.own_pages(), poisoned=poisoned)
         for slots in (request.states, request.snapshots):
@@ -270,7 +275,7 @@ class Planner:
         pages = request.hit_pages if request.loaded else request.matched_pages
         if pages >= (request.prompt - 1) // self.state.page_size:
             return MissReason.NONE
-        if request.reason is not MissReason.NONE:
+        if request.reason is not MissReason.NONE and pages < request.cut_below:
             return request.reason
         held = request.held_back_by
         if held is None:

@@ -1,25 +1,30 @@
 """Plans reads from storage: what to ask for, what to read, and what to insert. Pure.
 
-A read has three steps with storage calls between them: `make_query`, `choose`, `deliver`. Host slots are
-allocated only for pages that storage has. A failure loses the failed pages and those after them, never
+A request asks with `make_query` and `choose`, which gives a `Reading`: the pages that its prefix lacks. They
+are read by calls of `next_read`, in order of turn of the requests. No page is read twice at once: its read
+belongs to all readings that need it. Host slots are allocated when a read begins, so a page that nobody waits
+for any more, and whose read has not begun, costs nothing. `deliver` takes what storage answered; a reading of
+which everything was answered enters the tree. A failure loses the failed pages and those after them, never
 earlier ones.
 
-Reads of several requests run concurrently, and no page is read twice at once: a read leaves out pages that
-other reads are bringing, and is committed after those reads. A read depends only on reads that began before
-it. So no two reads wait for each other, and the last one waits for the slowest read, not for the sum.
+What was read for requests that have not used it yet is bounded (`READ_AHEAD_SHARE`): otherwise prompts that
+wait for their turn would push out each other's pages.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import count, groupby, takewhile
+from operator import attrgetter
 
 from asynchicache.hashing import common_pages, page_digests, tail_digests
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.backup import BackupPlanner
+from asynchicache.planner.readings import PageRead, Reading, ReadPlan, ReadResult, StorageQuery, StorageRead
+from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.storage import hits
 from asynchicache.tree import tails
@@ -39,119 +44,9 @@ from asynchicache.tree.node import (
 from asynchicache.tree.radix_tree import Pages, device_end
 from asynchicache.types import ALL_PAGES, MissReason, Outcome, Tier
 
-Outcomes = Mapping[int, Sequence[Outcome]]
-"""By component, the outcome of each page that was read, in page order."""
-
-
-@dataclass(slots=True, eq=False)
-class StorageQuery:
-    """A prefix that may be in storage, and the part of it that is in memory.
-
-    Attributes:
-        tokens, seed: the sequence and its namespace digest.
-        tail: tokens of the last page, if the prefix ends inside it (`tails.filled_up`); 0: it does not.
-        pages: the most pages that could be restored.
-        matched_pages: pages that are restorable without storage.
-        memory_pages: full pages in memory.
-        tip: the node that contains the last of them.
-        version: the tree's version when the query was made.
-        digests: the digests of all `pages`.
-        resident: by component except the full one, a byte per page before `memory_pages`: 1 if the page,
-            or the state after it, is in memory.
-        locks: kept until the read is committed.
-        epoch: the tree's epoch when the query was made: pages of another one are not inserted.
-        forgotten: `BackupPlanner.forgotten` when the query was made. If it has changed since, pages that
-            arrive are not marked stored.
-    """
-
-    tokens: array[int]
-    seed: bytes
-    tail: int
-    pages: int
-    matched_pages: int
-    memory_pages: int
-    tip: Node
-    version: int
-    digests: list[bytes]
-    resident: dict[int, bytearray]
-    locks: Locks
-    forgotten: int
-    epoch: int
-
-    @property
-    def whole_pages(self) -> int:
-        """As `pages`, without one that the prefix ends inside."""
-        return self.pages - (self.tail > 0)
-
-
-@dataclass(slots=True, eq=False)
-class StorageRead:
-    """Pages to read: by component, their numbers and the host slots that they go to.
-
-    Attributes:
-        query: the query that the read serves.
-        target: the pages of the prefix that would be restorable.
-        pages: by component, ascending, the pages that the prefix needs and that are neither in memory nor
-            being read.
-        needs: uncommitted reads that bring other pages of the prefix.
-        joined: whether there were any.
-        held: it is not committed yet, because its request still computes the pages before it.
-        slots: by component, the host slots for `pages`, in the same order.
-        outcomes: the outcome of each page; None until storage has answered.
-    """
-
-    query: StorageQuery
-    target: int
-    pages: dict[int, list[int]]
-    needs: list[StorageRead] = field(default_factory=list)
-    joined: bool = False
-    held: bool = False
-    slots: dict[int, list[int]] = field(default_factory=dict)
-    outcomes: Outcomes | None = None
-
-    def digests(self, component_id: int) -> list[bytes]:
-        """Digests of the pages to read for a component."""
-        spans = _spans(self.pages[component_id])
-        return [digest for first, last in spans for digest in self.query.digests[first : last + 1]]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadPlan:
-    """What to read, or why there is nothing to read.
-
-    Attributes:
-        read: the read; None if it would gain nothing.
-        reason: why there is no read.
-        backups: copies to carry out in either case.
-        full_pages: how far full pages reach in memory and storage together.
-        limit: the component that keeps the prefix shorter than that; None if none does.
-    """
-
-    read: StorageRead | None
-    reason: MissReason
-    backups: list[Copy]
-    full_pages: int
-    limit: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class ReadResult:
-    """The result of a read.
-
-    Attributes:
-        read: the read.
-        pages: pages that are restorable now.
-        arrived: pages and states that arrived.
-        reason: why some did not arrive.
-        backups: copies to carry out.
-    """
-
-    read: StorageRead
-    pages: int
-    arrived: int
-    reason: MissReason
-    backups: list[Copy]
-
+READ_AHEAD_SHARE = 0.875
+"""The most of the host slots of a pool that may hold what was read for requests that have not used it; the
+first in turn is not bound by it. The rest is for what is computed meanwhile, on its way to storage."""
 
 _READ_REASONS = (
     (Outcome.CORRUPT, MissReason.CORRUPT),
@@ -160,7 +55,7 @@ _READ_REASONS = (
     (Outcome.REJECTED, MissReason.STORAGE_FAILED),
     (Outcome.MISS, MissReason.COLD),
 )
-"""The reason reported for an incomplete read: the first outcome memory_pages that any page had."""
+"""The reason reported for an incomplete read: the first outcome that any page had."""
 
 
 class PrefetchPlanner:
@@ -171,8 +66,10 @@ class PrefetchPlanner:
         self._backups = writer
         self._tree = state.tree
         self._windows = {component.id for component in state.tree.windows}
-        self._reads: set[StorageRead] = set()  # reads that hold host slots
-        self.in_flight: list[StorageRead] = []  # uncommitted reads, in the order they began
+        self.in_flight: list[Reading] = []  # in order of turn
+        self._begun: dict[tuple[int, bytes], PageRead] = {}  # pages whose read holds a host slot
+        self._unused: dict[RequestState, Counter[SlotPlace]] = {}  # read for requests that have not loaded
+        self._turns = 0
         state.private.append(self._private)
 
     def can_read(self, component_id: int) -> bool:
@@ -315,10 +212,11 @@ class PrefetchPlanner:
     def estimate(self, query: StorageQuery, reach: int) -> tuple[int, int]:
         """What a read would add if full pages reach to `reach`: pages, and bytes with states and windows.
 
-        No bytes if other reads are bringing a part of it anyway.
+        No bytes if others wait for a part of it anyway.
         """
         pages = max(reach - query.matched_pages, 0)
-        if not pages or self._others(query):
+        shared = (common_pages(other.query.digests, query.digests) for other in self.in_flight)
+        if not pages or any(count > query.memory_pages for count in shared):
             return pages, 0
         free = self._state.free
         nbytes = max(reach - query.memory_pages, 0) * free[FULL_HOST].slot_bytes
@@ -328,7 +226,7 @@ class PrefetchPlanner:
         return pages, nbytes
 
     def release(self, query: StorageQuery) -> None:
-        """Release the locks of a query that gets no `deliver`, which releases them itself."""
+        """Release the locks of a query without a reading, which releases them itself."""
         self._state.unlock(query.locks)
 
     def last_stored_node(self, query: StorageQuery) -> Node | None:
@@ -349,61 +247,154 @@ class PrefetchPlanner:
     # What to read
 
     def choose(
-        self, query: StorageQuery, present: Mapping[int, bytes], *, join: bool = True, computed: int = 0
+        self,
+        query: StorageQuery,
+        present: Mapping[int, bytes],
+        request: RequestState | None = None,
+        *,
+        most: int | None = None,
     ) -> ReadPlan:
-        """Choose the longest prefix that storage and memory restore together, and allocate its host slots.
+        """Choose the longest prefix that storage and memory restore together, and wait for what it lacks.
 
         Args:
             query: the query.
             present: by component, a byte per page of the query, 1 if storage has it. A short answer is padded
                 with 0.
-            join: leave out pages that other reads are bringing, and wait for those reads.
-            computed: pages that the request computes itself; the read is held until then. 0: none.
+            request: the request that will use the prefix.
+            most: the most pages of it. Default: all that the host holds.
         """
-        others = self._others(query) if join and not computed else []
-        in_flight = self._in_flight_flags(query, others)
-        in_flight[FULL][query.memory_pages : computed] = b"\1" * max(computed - query.memory_pages, 0)
         sets = []
         for component_id in range(self._tree.width):
             there = _either(
                 query.pages,
-                present.get(component_id, b""),
-                in_flight[component_id],
+                self._can_come(query, component_id, present.get(component_id, b"")),
                 self._present_flags(query, component_id),
             )
             sets.append(self._restorable(component_id, there, query))
         lengths = hits.intersect(sets)
-        full, limit = hits.longest(sets[FULL]), self._limit(sets)
-        if hits.longest(lengths) <= query.matched_pages:
-            return ReadPlan(None, self._miss_reason(full, limit, query), [], full, limit)
+        reach, full, limit = hits.longest(lengths), hits.longest(sets[FULL]), self._limit(sets)
+        reason = self._miss_reason(query, full, limit)
+        if reach <= query.matched_pages:
+            return ReadPlan(None, reason, [], full, limit, reach)
+        most = self._state.free[FULL_HOST].capacity if most is None else most
+        target = hits.longest(hits.clamp(lengths, most))
+        reason = MissReason.HOST_CAPACITY if target < reach else reason
+        if target <= query.matched_pages:
+            return ReadPlan(None, reason, [], full, limit, reach)
         on_host, backups = self._ensure_ancestors_on_host(query)
-        while on_host and (target := hits.longest(lengths)) > max(query.matched_pages, computed):
-            read_or_limit = self._take_slots(query, target, others, in_flight)
-            if isinstance(read_or_limit, StorageRead):
-                read_or_limit.held = computed > 0
-                return ReadPlan(read_or_limit, MissReason.NONE, backups, full, limit)
-            lengths = hits.clamp(lengths, read_or_limit)
-        return ReadPlan(None, MissReason.HOST_CAPACITY, backups, full, limit)
+        if not on_host:
+            return ReadPlan(None, MissReason.HOST_CAPACITY, backups, full, limit, reach)
+        return ReadPlan(self._wait_for(query, target, request), reason, backups, full, limit, reach)
 
-    def _others(self, query: StorageQuery) -> list[tuple[StorageRead, int]]:
-        """Reads in flight that share a prefix with the query, and the number of pages shared. Held ones are
-        left out: they end when another request has computed what comes before."""
-        reads = [read for read in self.in_flight if not read.held]
-        found = [(read, common_pages(read.query.digests, query.digests)) for read in reads]
-        return [(read, shared) for read, shared in found if shared]
+    def _can_come(self, query: StorageQuery, component_id: int, present: bytes) -> bytes | bytearray:
+        """A byte per page: 1 if storage has it, or it arrived; 0 if an earlier read of it is overdue."""
+        if not self._begun:
+            return present
+        flags = bytearray(present[: query.pages].ljust(query.pages, b"\0"))
+        for page, digest in enumerate(query.digests):
+            read = self._begun.get((component_id, digest))
+            if read is not None:
+                flags[page] = read.outcome in (None, Outcome.HIT)
+        return flags
 
-    def _in_flight_flags(
-        self, query: StorageQuery, others: Sequence[tuple[StorageRead, int]]
-    ) -> dict[int, bytearray]:
-        """By component, a byte per page of the query: 1 if another read is bringing it."""
-        in_flight = {component_id: bytearray(query.pages) for component_id in range(self._tree.width)}
-        for read, shared in others:
-            for component_id, pages in read.pages.items():
-                for first, last in _spans(pages):
-                    end = min(last + 1, shared, query.pages)
-                    if first < end:
-                        in_flight[component_id][first:end] = b"\1" * (end - first)
-        return in_flight
+    def _wait_for(self, query: StorageQuery, target: int, request: RequestState | None) -> Reading:
+        """Wait for the pages that a prefix of `target` pages lacks."""
+        missing = self._missing(query, target)
+        turn = self._turn(request)
+        reading = Reading(query, target, missing, request, turn, {})
+        for component_id, pages in missing.items():
+            left = reading.unbegun[component_id] = []
+            for page in pages:
+                read = self._begun.get((component_id, query.digests[page]))
+                if read is None:
+                    left.append(page)
+                else:
+                    self._join(reading, read)
+        insort(self.in_flight, reading, key=attrgetter("turn"))
+        return reading
+
+    def _turn(self, request: RequestState | None) -> int:
+        """The turn of a request: that of its first reading."""
+        if request is not None and request.turn:
+            return request.turn
+        self._turns += 1
+        if request is not None:
+            request.turn = self._turns
+        return self._turns
+
+    @staticmethod
+    def _join(reading: Reading, read: PageRead) -> None:
+        read.waiters.append(reading)
+        reading.joined = True
+        reading.unanswered += read.outcome is None
+
+    def next_read(self, most: Mapping[int, int] | None = None) -> StorageRead | None:
+        """Begin the next read: pages of the first in turn that waits for some and has room.
+
+        States and windows of a prefix begin after its full pages, which are of use without them.
+
+        Args:
+            most: by component, the most pages of a call now. Default: any number.
+
+        Returns:
+            The read; None if no further read can begin now.
+        """
+        short: set[int] = set()
+        for reading in self.in_flight:
+            for component_id, pages in reading.unbegun.items() if reading.wanted else ():
+                if not pages:
+                    continue
+                count = len(pages) if most is None else min(most.get(component_id, 0), len(pages))
+                if count and component_id not in short:
+                    room = self._room(reading, component_id, count)
+                    if room:
+                        reading.lacks_room = False
+                        return self._begin(reading, component_id, pages[:room])
+                    short.add(component_id)
+                reading.lacks_room |= component_id in short
+                break
+        return None
+
+    def _room(self, reading: Reading, component_id: int, count: int) -> int:
+        """How many of `count` slots are there for the next pages of a reading; evicts if necessary."""
+        place = place_of(component_id, Tier.HOST)
+        free = self._state.free[place]
+        if not self._is_first(reading):
+            count = min(count, int(free.capacity * READ_AHEAD_SHARE) - self._ahead(place))
+        if count <= 0 or self._state.make_room(place, count):
+            return max(count, 0)
+        return min(count, free.available)
+
+    def _is_first(self, reading: Reading) -> bool:
+        """Whether nobody before a reading holds, or waits for, what was read ahead."""
+        turns = [other.turn for other in self._unused] + [other.turn for other in self.in_flight]
+        return reading.turn <= min(turns, default=reading.turn)
+
+    def _ahead(self, place: SlotPlace) -> int:
+        """Slots that hold, or wait for, what was read and is not used yet."""
+        reads = sum(place_of(component_id, Tier.HOST) == place for component_id, _ in self._begun)
+        return reads + sum(slots[place] for slots in self._unused.values())
+
+    def _begin(self, reading: Reading, component_id: int, pages: list[int]) -> StorageRead:
+        """Allocate the slots of pages of a reading; others that need them wait for this read."""
+        place, digests = place_of(component_id, Tier.HOST), reading.query.digests
+        slots = self._state.free[place].allocate(len(pages))
+        begun = [
+            PageRead((component_id, digests[page]), slot, []) for page, slot in zip(pages, slots, strict=True)
+        ]
+        self._begun.update((read.key, read) for read in begun)
+        for other in self.in_flight:
+            left = other.unbegun.get(component_id)
+            if not left:
+                continue
+            shared = bisect_left(pages, common_pages(digests, other.query.digests))
+            dropped = _drop(left, pages[:shared])
+            for page, read in zip(pages, begun, strict=True) if dropped else ():
+                if page in dropped:
+                    read.waiters.append(other)
+            other.unanswered += len(dropped)
+            other.joined |= bool(dropped) and other is not reading
+        return StorageRead(component_id, begun)
 
     @staticmethod
     def _present_flags(query: StorageQuery, component_id: int) -> bytes | bytearray:
@@ -434,10 +425,13 @@ class PrefetchPlanner:
         reaches = [hits.longest(hits.clamp(lengths, full)) for lengths in sets]
         return reaches.index(min(reaches)) if min(reaches) < full else None
 
-    def _miss_reason(self, full: int, limit: int | None, query: StorageQuery) -> MissReason:
-        """Why a read would gain nothing, though storage may have pages."""
-        if full <= query.matched_pages or limit is None:
-            return MissReason.COLD
+    def _miss_reason(self, query: StorageQuery, full: int, limit: int | None) -> MissReason:
+        """Why memory and storage together do not restore all pages of a query."""
+        begun = (self._begun.get((limit or FULL, digest)) for digest in query.digests if self._begun)
+        if any(read is not None and read.outcome is Outcome.TIMEOUT for read in begun):
+            return MissReason.DEADLINE
+        if limit is None:
+            return MissReason.NONE if full == query.pages else MissReason.COLD
         paged = {component.id: component.paged for component in self._tree.components}
         return MissReason.WINDOW if paged[limit] else MissReason.STATE
 
@@ -460,99 +454,103 @@ class PrefetchPlanner:
         self._tree.lock_for(query.locks, tip, FULL_HOST)
         return True, backups
 
-    def _take_slots(
-        self,
-        query: StorageQuery,
-        target: int,
-        others: Sequence[tuple[StorageRead, int]],
-        in_flight: Mapping[int, bytearray],
-    ) -> StorageRead | int:
-        """Allocate host slots for a read up to `target`; or return the longest prefix that fits."""
-        read = StorageRead(query, target, self._missing(query, target, in_flight))
-        full = read.pages.get(FULL, [])
-        if not self._state.make_room(FULL_HOST, len(full)):
-            return full[min(self._state.free[FULL_HOST].available, len(full) - 1)]
-        counts = {place_of(component_id, Tier.HOST): len(pages) for component_id, pages in read.pages.items()}
-        if self._state.make_room_for_all(counts) is not None:
-            return 0
-        for component_id, pages in read.pages.items():
-            read.slots[component_id] = self._state.free[place_of(component_id, Tier.HOST)].allocate(
-                len(pages)
-            )
-        read.needs = [other for other, shared in others if self._reads_any(other, min(shared, target))]
-        read.joined = bool(read.needs)
-        self._reads.add(read)
-        self.in_flight.append(read)
-        return read
-
-    @staticmethod
-    def _reads_any(other: StorageRead, shared: int) -> bool:
-        """Whether a read is bringing one of the first `shared` pages."""
-        return any(pages and pages[0] < shared for pages in other.pages.values())
-
-    def _missing(
-        self, query: StorageQuery, target: int, in_flight: Mapping[int, bytearray]
-    ) -> dict[int, list[int]]:
-        """By component, the pages that a prefix of `target` pages needs and that are neither in memory nor
-        being read."""
-        wanted = {FULL: _zeros(in_flight[FULL], query.memory_pages, target)}
+    def _missing(self, query: StorageQuery, target: int) -> dict[int, list[int]]:
+        """By component, full pages first, what a prefix of `target` pages needs and memory lacks."""
+        wanted = {FULL: list(range(query.memory_pages, target))}
         for component in self._tree.components:
             first = self._first_needed(component, query, target)
-            there = _either(query.pages, in_flight[component.id], query.resident[component.id])
-            wanted[component.id] = _zeros(there, first, target)
+            wanted[component.id] = _zeros(query.resident[component.id], first, target)
         return {component_id: pages for component_id, pages in wanted.items() if pages}
 
     # What arrived
 
-    def deliver(self, read: StorageRead, outcomes: Outcomes) -> list[ReadResult]:
-        """Take storage's answer for all pages of a read, and commit every read that is now ready.
+    def deliver(self, read: StorageRead, outcomes: Sequence[Outcome]) -> list[ReadResult]:
+        """Take storage's answer for the pages of a read, and end readings that waited for the last of them.
 
-        A read is committed once the reads that it needs are. Slots of pages that timed out stay with the
-        read, because the engine may still write to them; `finish` gives them back.
-
-        Returns:
-            The results of the reads committed by this call, in the order they began.
-        """
-        read.outcomes = outcomes
-        return self._commit_ready()
-
-    def release_held(self, read: StorageRead) -> list[ReadResult]:
-        """Commit a held read once it has arrived: the pages before it are in the tree, or never will be.
+        Slots of pages that timed out stay with the read, because the engine may still write to them; `finish`
+        gives them back.
 
         Returns:
-            As `deliver`.
+            The results of the readings that have ended, in order of turn.
         """
-        read.held = False
-        return self._commit_ready()
+        for page, outcome in zip(read.pages, outcomes, strict=True):
+            page.outcome = outcome
+            for reading in page.waiters:
+                reading.unanswered -= 1
+                if outcome is not Outcome.HIT:
+                    reading.lost.append(outcome)
+            if outcome is not Outcome.HIT and outcome is not Outcome.TIMEOUT:
+                self._give_up(page)
+        waiters = {reading: None for page in read.pages for reading in page.waiters}
+        return [self._end(one) for one in sorted(waiters, key=attrgetter("turn")) if one.ended]
 
-    def _commit_ready(self) -> list[ReadResult]:
-        results = []
-        for other in list(self.in_flight):  # a read comes after those that it needs, so one pass is enough
-            if other.outcomes is not None and not (other.needs or other.held):
-                results.append(self._commit(other, other.outcomes))
-                self.in_flight.remove(other)
-                self._committed(other)
-        return results
+    def settle(self, reading: Reading) -> list[Copy]:
+        """Insert what has arrived in order so far, because the request goes on with that.
 
-    def _committed(self, read: StorageRead) -> None:
-        """A read was committed: lock its pages for every read in flight that depends on it, so they are not
-        evicted before that read commits."""
-        for other in self.in_flight:
-            if read in other.needs:
-                other.needs.remove(read)
-                self._lock_dependencies(other)
+        Returns:
+            The copies to carry out.
+        """
+        if reading not in self.in_flight:
+            return []
+        _, backups = self._insert_arrived(reading)
+        self._lock_dependencies(reading)  # for what still follows
+        return backups
 
-    def _lock_dependencies(self, read: StorageRead) -> None:
-        """Lock all that is in memory now of what the prefix of `read` needs."""
-        query = read.query
-        match = self._tree.match(query.tokens, query.seed, limit=read.target)
+    def ready(self) -> list[ReadResult]:
+        """End the readings all of whose pages had arrived for others when they began to wait."""
+        return [self._end(reading) for reading in list(self.in_flight) if reading.wanted and reading.ended]
+
+    def abandon(self, reading: Reading) -> list[ReadResult]:
+        """Nobody waits for a reading any more: no further read begins for it. What has begun arrives for
+        whoever comes next."""
+        reading.wanted = False
+        reading.unbegun.clear()
+        return [self._end(reading)] if reading.ended and reading in self.in_flight else []
+
+    def used(self, request: RequestState) -> None:
+        """A request has used what was read for it, or never will."""
+        self._unused.pop(request, None)
+
+    def was_read_for(self, request: RequestState) -> bool:
+        """Whether something was read for a request that it has not used."""
+        return request in self._unused
+
+    def _end(self, reading: Reading) -> ReadResult:
+        """Insert what arrived for a reading of which everything was answered."""
+        pages, backups = self._insert_arrived(reading)
+        self.in_flight.remove(reading)
+        for component_id, numbers in reading.pages.items():
+            for page in numbers:
+                read = self._begun.get((component_id, reading.query.digests[page]))
+                if read is not None and reading in read.waiters:
+                    read.waiters.remove(reading)
+                    if not read.waiters and read.outcome is Outcome.HIT:
+                        self._give_up(read)  # it stands behind a page that did not arrive
+        self.release(reading.query)
+        reason = MissReason.NONE
+        if pages < reading.target:
+            found = (why for one, why in _READ_REASONS if one in reading.lost)
+            reason = next(found, MissReason.HOST_CAPACITY)
+        return ReadResult(reading, pages, reason, backups)
+
+    def _give_up(self, read: PageRead) -> None:
+        """Free the slot of a page that does not enter the tree."""
+        del self._begun[read.key]
+        self._state.free[place_of(read.key[0], Tier.HOST)].release([read.slot])
+
+    def _lock_dependencies(self, reading: Reading) -> None:
+        """Lock all that is in memory now of what the prefix of a reading needs."""
+        query = reading.query
+        match = self._tree.match(query.tokens, query.seed, limit=reading.target)
         tip = self._tip(query.tokens, match.node, match.full_pages)
         kept = self._ends(tip)
         for component in self._tree.components:
-            first = self._first_needed(component, query, read.target)
+            first = self._first_needed(component, query, reading.target)
             node = tip
             while (
-                node.parent is not None and node.end > first and (component.paged or node.end == read.target)
+                node.parent is not None
+                and node.end > first
+                and (component.paged or node.end == reading.target)
             ):
                 tier = component.nearest(node)
                 if tier is not None:
@@ -561,69 +559,65 @@ class PrefetchPlanner:
         for node, place in kept:
             self._tree.lock_for(query.locks, node, place)
 
-    def _commit(self, read: StorageRead, outcomes: Outcomes) -> ReadResult:
-        """Insert what arrived into the tree, up to the longest prefix that is restorable now."""
-        query = read.query
+    def _insert_arrived(self, reading: Reading) -> tuple[int, list[Copy]]:
+        """Insert what arrived in order: full pages, and the windows and states of the longest prefix that is
+        restorable now.
+
+        Returns:
+            Its pages, and copies to carry out.
+        """
+        query = reading.query
         memory_pages, matched_pages, resident = query.memory_pages, query.matched_pages, query.resident
         if query.version != self._tree.version:
             match = self._tree.match(query.tokens, query.seed, limit=query.pages)
             tip, memory_pages = self._tip(query.tokens, match.node, match.full_pages), match.full_pages
             matched_pages, resident = match.pages, self._resident_flags(tip, memory_pages)
-        restorable, late = matched_pages, _late(read, outcomes)
-        pages = hits.longest(self._restorable_lengths(read, outcomes, memory_pages, resident))
-        full = max(pages, self._wanted(read))
-        # Lists, not sets: they compare identities in C, and an Enum's hash is Python code.
-        hit = sum(results.count(Outcome.HIT) for results in outcomes.values())
-        reason = MissReason.NONE
-        if hit < sum(map(len, outcomes.values())):
-            reason = next(why for one, why in _READ_REASONS if any(one in some for some in outcomes.values()))
-        backups: list[Copy] = []
-        if full > matched_pages and query.epoch == self._tree.epoch:
-            above, backups = self._host_node_before(read, min(memory_pages, full), outcomes)
-            end = self._insert(read, above, full, outcomes) if above is not None else None
-            if end is not None:
-                self._insert_others(read, end, pages, outcomes)
-                restorable = max(pages, restorable)
-            else:
-                reason = MissReason.HOST_CAPACITY if reason is MissReason.NONE else reason
-        self._release(read, late)
-        self.release(query)
-        return ReadResult(read, restorable, hit, reason, backups)
+        came = self._arrived(reading)
+        if query.epoch != self._tree.epoch or not came:
+            return matched_pages, []
+        pages = hits.longest(self._restorable_lengths(query, came, memory_pages, resident))
+        full = came.get(FULL, {})
+        if memory_pages not in full and pages <= matched_pages:
+            return matched_pages, []
+        before = memory_pages if memory_pages in full else min(memory_pages, pages)
+        above, backups = self._host_node_before(query, before, full)
+        if above is None:
+            return matched_pages, backups
+        node = self._insert(reading, above, full)
+        if pages > matched_pages:
+            self._insert_others(reading, node, pages, came)
+        self._keep_for_others(reading)
+        return max(pages, matched_pages), backups
 
-    def _wanted(self, read: StorageRead) -> int:
-        """The most pages of `read` that other reads depend on; these may need no state there."""
-        return max(
-            (
-                min(common_pages(read.query.digests, other.query.digests), other.target)
-                for other in self.in_flight
-                if read in other.needs
-            ),
-            default=0,
-        )
+    def _arrived(self, reading: Reading) -> dict[int, dict[int, PageRead]]:
+        """By component and page, what has arrived for a reading and is not in the tree."""
+        found: dict[int, dict[int, PageRead]] = {}
+        for component_id, pages in reading.pages.items():
+            reads = ((page, self._begun.get((component_id, reading.query.digests[page]))) for page in pages)
+            arrived = {page: one for page, one in reads if one is not None and one.outcome is Outcome.HIT}
+            if arrived:
+                found[component_id] = arrived
+        return found
 
     def _restorable_lengths(
-        self, read: StorageRead, outcomes: Outcomes, memory_pages: int, resident: Mapping[int, bytearray]
+        self,
+        query: StorageQuery,
+        came: Mapping[int, Mapping[int, PageRead]],
+        memory_pages: int,
+        resident: Mapping[int, bytearray],
     ) -> int:
         """The prefix lengths that are restorable from what arrived and what is in memory, as a bit set."""
-        query, sets = read.query, []
+        sets = []
         for component_id in range(self._tree.width):
             there = b"\1" * memory_pages if component_id == FULL else resident[component_id]
-            arrived = self._hit_flags(read, component_id, outcomes)
-            sets.append(self._restorable(component_id, _either(query.pages, there, arrived), query))
+            flags = _either(query.pages, there)
+            for page in came.get(component_id, ()):
+                flags[page] = 1
+            sets.append(self._restorable(component_id, flags, query))
         return hits.intersect(sets)
 
-    @staticmethod
-    def _hit_flags(read: StorageRead, component_id: int, outcomes: Outcomes) -> bytearray:
-        flags, pages = bytearray(read.query.pages), read.pages.get(component_id, [])
-        results = outcomes.get(component_id, ())
-        if results.count(Outcome.HIT) < len(pages):
-            pages = [page for page, one in zip(pages, results, strict=True) if one is Outcome.HIT]
-        for first, last in _spans(pages):
-            flags[first : last + 1] = b"\1" * (last + 1 - first)
-        return flags
-
     def _host_node_before(
-        self, read: StorageRead, pages: int, outcomes: Outcomes
+        self, query: StorageQuery, pages: int, full: Mapping[int, PageRead]
     ) -> tuple[Node | None, list[Copy]]:
         """The node behind which the full pages that arrived can be inserted, on the way to the first `pages`
         pages, which are in memory; and the backups for that.
@@ -634,42 +628,30 @@ class PrefetchPlanner:
         Returns:
             The node; None if the path does not get onto the host, or ended at a device failure.
         """
-        query = read.query
         node = self._tree.reach(query.tokens, query.seed, pages)
         if node is None:
             return None, []
         above = node
         while above.residency[FULL_HOST] == ABSENT and above.parent is not None:
             above = above.parent
-        if len(self._arrived(read, above.end, node.end, outcomes)) == node.end - above.end:
+        if all(page in full for page in range(above.end, node.end)):
             return above, []
         on_host, backups = self._keep_on_host(query, node)
         return node if on_host else None, backups
 
-    @staticmethod
-    def _arrived(read: StorageRead, start: int, end: int, outcomes: Outcomes) -> range:
-        """Positions in `read.pages[FULL]` of what arrived, from page `start` to the first gap or `end`."""
-        numbers, results = read.pages.get(FULL, []), outcomes.get(FULL, ())
-        first = bisect_left(numbers, start)
-        last = first + _run_length(numbers, first, start, end)
-        if results.count(Outcome.HIT) < len(results):
-            last = next((at for at in range(first, last) if results[at] is not Outcome.HIT), last)
-        return range(first, last)
-
-    def _insert(self, read: StorageRead, node: Node, pages: int, outcomes: Outcomes) -> Node:
-        """Insert full pages behind `node`, which is on the host, up to `pages` or the first that did not
-        arrive; returns the node at their end."""
-        query = read.query
-        arrived = self._arrived(read, node.end, pages, outcomes)
-        if not arrived:
+    def _insert(self, reading: Reading, node: Node, full: Mapping[int, PageRead]) -> Node:
+        """Insert full pages behind `node`, which is on the host, up to the first that did not arrive; returns
+        the node at their end."""
+        query = reading.query
+        run = [full[page] for page in takewhile(full.__contains__, count(node.end))]
+        if not run:
             return node
-        first, last = arrived.start, arrived.stop
-        slots = read.slots[FULL]
-        if query.tail and node.end + last - first == query.pages:
-            result = tails.insert_host(self._tree, node, query.tokens, slots[first:last], query.tail)
+        slots = [read.slot for read in run]
+        if query.tail and node.end + len(run) == query.pages:
+            result = tails.insert_host(self._tree, node, query.tokens, slots, query.tail)
         else:
-            result = self._tree.insert_host(node, query.tokens, slots[first:last])
-        read.slots[FULL] = slots[:first] + result.duplicates + slots[last:]
+            result = self._tree.insert_host(node, query.tokens, slots)
+        self._taken(run, result.duplicates)
         # Nodes above too: another request may have published them during the read.
         _give_digests(result.node, query.digests, result.node.end)
         for fresh in result.filled:
@@ -677,39 +659,51 @@ class PrefetchPlanner:
                 self._mark_stored(fresh, FULL)
         return result.node
 
-    def _insert_others(self, read: StorageRead, node: Node, pages: int, outcomes: Outcomes) -> None:
+    def _taken(self, reads: Sequence[PageRead], refused: Collection[int]) -> None:
+        """The tree has the pages of `reads` now; slots that it refused are freed."""
+        place = place_of(reads[0].key[0], Tier.HOST)
+        for read in reads:
+            del self._begun[read.key]
+        self._state.free[place].release(list(refused))
+        users = (one.request for one in reads[0].waiters if one.wanted and one.request is not None)
+        user = next((one for one in users if not (one.loaded or one.closed)), None)
+        if user is not None:
+            self._unused.setdefault(user, Counter())[place] += len(reads) - len(refused)
+
+    def _insert_others(
+        self, reading: Reading, node: Node, pages: int, came: Mapping[int, Mapping[int, PageRead]]
+    ) -> None:
         """Insert the windows and states that arrived for a prefix of `pages` pages, which ends at `node` or
         before it."""
         if not (self._tree.components and pages):
             return
-        end = node if node.end == pages else self._tree.reach(read.query.tokens, read.query.seed, pages)
+        end = node if node.end == pages else self._tree.reach(reading.query.tokens, reading.query.seed, pages)
         if end is None:
             return
         for window in self._tree.windows:
             self._tree.cut_window(end, window.first_kept(end))
         for component in self._tree.components:
-            if component.id in read.slots:
-                read.slots[component.id] = self._attach(read, component, end, outcomes[component.id])
+            if component.id in came:
+                self._attach(reading, component, end, came[component.id])
                 self._tree.use(component, end)
 
     def _attach(
-        self, read: StorageRead, component: Component, end: Node, results: Sequence[Outcome]
-    ) -> list[int]:
-        """Insert the pages of one component that arrived and that a prefix ending at `end` needs; returns
-        the slots that the tree did not take."""
-        needed = range(self._first_needed(component, read.query, end.end), end.end)
-        arrived: dict[int, int] = {}
-        left: list[int] = []
-        slots = read.slots[component.id]
-        for page, slot, outcome in zip(read.pages[component.id], slots, results, strict=True):
-            if outcome is Outcome.HIT and page in needed:
-                arrived[page] = slot
-            else:
-                left.append(slot)
-        for first, last in _spans(list(arrived)):
-            run = [arrived[page] for page in range(first, last + 1)]
-            left += self._take(read.query, component, Pages(first, run))
-        return left
+        self, reading: Reading, component: Component, end: Node, came: Mapping[int, PageRead]
+    ) -> None:
+        """Insert the pages of one component that arrived and that a prefix ending at `end` needs."""
+        needed = range(self._first_needed(component, reading.query, end.end), end.end)
+        arrived = [page for page in came if page in needed]
+        for first, last in _spans(arrived):
+            reads = [came[page] for page in range(first, last + 1)]
+            left = self._take(reading.query, component, Pages(first, [read.slot for read in reads]))
+            self._taken(reads, left)
+
+    def _keep_for_others(self, reading: Reading) -> None:
+        """Lock what was inserted for the other readings that need it, so that it is not evicted before they
+        end."""
+        for other in self.in_flight:
+            if other is not reading and common_pages(other.query.digests, reading.query.digests):
+                self._lock_dependencies(other)
 
     def _take(self, query: StorageQuery, component: Component, pages: Pages) -> list[int]:
         """Insert a run of pages, or one state; returns the slots that the tree did not take."""
@@ -736,25 +730,31 @@ class PrefetchPlanner:
         if self._tree.watcher is not None:
             self._tree.watcher.on_store(node, component_id)
 
-    def _release(self, read: StorageRead, late: Mapping[int, Collection[int]]) -> None:
-        """Free the slots that the tree did not take, except those that a late read may still write to."""
-        for component_id, slots in read.slots.items():
-            gone = [slot for slot in slots if slot not in late[component_id]]
-            self._state.free[place_of(component_id, Tier.HOST)].release(gone)
-            read.slots[component_id] = [slot for slot in slots if slot in late[component_id]]
-
     def finish(self, read: StorageRead, *, safe: bool = True) -> None:
         """Give back the late slots of a read; unless `safe`, an engine may still write to them forever."""
-        for component_id, slots in read.slots.items():
-            self._state.give_back(place_of(component_id, Tier.HOST), slots, poisoned=not safe)
-        self._reads.discard(read)
+        for page in read.pages:
+            if page.outcome is Outcome.TIMEOUT:
+                del self._begun[page.key]
+                self._state.give_back(place_of(read.component_id, Tier.HOST), [page.slot], poisoned=not safe)
 
     def _private(self) -> Mapping[SlotPlace, list[int]]:
         owned: dict[SlotPlace, list[int]] = {}
-        for read in self._reads:
-            for component_id, slots in read.slots.items():
-                owned.setdefault(place_of(component_id, Tier.HOST), []).extend(slots)
+        for (component_id, _), read in self._begun.items():
+            owned.setdefault(place_of(component_id, Tier.HOST), []).append(read.slot)
         return owned
+
+
+def _drop(pages: list[int], gone: list[int]) -> Collection[int]:
+    """Remove numbers from an ascending list; returns those that were there. Both are ascending."""
+    if not gone:
+        return ()
+    at = bisect_left(pages, gone[0])
+    if pages[at : at + len(gone)] == gone:  # nearly always
+        del pages[at : at + len(gone)]
+        return range(gone[0], gone[-1] + 1) if gone[-1] - gone[0] == len(gone) - 1 else set(gone)
+    dropped = set(gone).intersection(pages)
+    pages[:] = [page for page in pages if page not in dropped]
+    return dropped
 
 
 def _path(node: Node) -> list[Node]:
@@ -781,27 +781,6 @@ def _known_digests(tip: Node) -> list[bytes]:
             break
         digests += node.digests
     return digests
-
-
-def _late(read: StorageRead, outcomes: Outcomes) -> dict[int, set[int]]:
-    """By component, the slots that an engine may still write to: those whose read timed out."""
-    late: dict[int, set[int]] = {}
-    for component_id, slots in read.slots.items():
-        results = outcomes[component_id] if Outcome.TIMEOUT in outcomes[component_id] else ()
-        late[component_id] = {
-            slot for slot, one in zip(slots, results, strict=False) if one is Outcome.TIMEOUT
-        }
-    return late
-
-
-def _run_length(numbers: Sequence[int], at: int, first: int, end: int) -> int:
-    """Length of the run `first, first + 1, ...` below `end` in the ascending `numbers` from index `at`."""
-    count = min(len(numbers) - at, end - first)
-    if count <= 0 or numbers[at] != first:
-        return 0
-    if numbers[at + count - 1] == first + count - 1:  # nearly always
-        return count
-    return next(step for step in range(count) if numbers[at + step] != first + step)
 
 
 def _spans(pages: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from sys import maxsize
 
 from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.streams.base import Stream
@@ -66,17 +67,19 @@ class RequestState:
         states: by component id, the slot of the request's working state.
         snapshots: by component id, a slot with the state at `snapshot_tokens`.
         reserved: tokens that the pages have room for.
-        hit_pages, tier, reason: the restored pages, the farthest tier they came from, and why there were
-            not more.
+        hit_pages, tier, reason: the restored pages, the farthest tier they came from, and what cut them
+            short; NONE: nothing did.
+        cut_below: the cut is why there are fewer pages than these.
         stored_full_pages, stored_held_back: how far full pages reach in memory and storage together, as the
             request's prefetch found, and the component that keeps a prefix shorter than that.
         prefetched_pages: pages that the request's prefetch added to the match, and a tail.
         sources: by pool and the tier they came from, the restored pages and states. `STORAGE` counts those
             that the request's prefetch brought.
-        split: tokens to compute before the rest of the prefix comes from storage; 0: none.
         hint: what its client knows.
         keep: until when the hint keeps its pages.
         favoured: how many of its pages the hint favours by their order.
+        turn: its place among those that read from storage; 0: it did not.
+        kept: while it rests, locks of what was read for it.
         made_at: where the request was made, for reports.
         loaded: whether `load` was called.
         resumed: the request was suspended, so its hit has been counted already.
@@ -117,11 +120,13 @@ class RequestState:
     hit_pages: int = 0
     tier: Tier = Tier.DEVICE
     reason: MissReason = MissReason.NONE
+    cut_below: int = maxsize
     stored_full_pages: int = 0
     stored_held_back: int | None = None
     prefetched_pages: int = 0
     sources: Counter[tuple[str, Tier]] = field(default_factory=Counter)
-    split: int = 0
+    turn: int = 0
+    kept: Locks = field(default_factory=list)
     hint: CacheHint = NO_HINT
     keep: Keep | None = None
     favoured: int = 0
@@ -155,6 +160,10 @@ class RequestState:
         """The tail that the match ends with all of; None if it ends with a page, or inside a longer one."""
         tail = self.tail
         return tail.node if tail is not None and tail.node.tail == tail.tokens else None
+
+    def cut(self, reason: MissReason, below: int = maxsize) -> None:
+        """Record what keeps the hit shorter than `below` pages."""
+        self.reason, self.cut_below = reason, below
 
     def hit_tokens(self, page_size: int) -> int:
         """Tokens of the prefix: matched, or restored once it is loaded."""

@@ -18,7 +18,7 @@ from asynchicache.controller.storage_pools import (
 )
 from asynchicache.errors import RankProtocolError, StorageError
 from asynchicache.planner.actions import StorageWrite
-from asynchicache.planner.prefetch import Outcomes, StorageRead
+from asynchicache.planner.readings import StorageRead
 from asynchicache.ranks.leader import Answers, RankLeader
 from asynchicache.ranks.messages import (
     REASONS,
@@ -201,23 +201,18 @@ class GroupStorage(SharedStorage):
         here, answers = await asyncio.gather(super().put(work), self._leader.write(pages, self._seconds))
         return [self._merged(batch, index, answers) for index, batch in enumerate(here)]
 
-    async def get(self, read: StorageRead) -> tuple[Outcomes, list[BatchResult]]:
+    async def get(self, read: StorageRead) -> tuple[list[Outcome], list[BatchResult]]:
         if not self:
             return await super().get(read)
-        pools = [(component_id, name) for component_id in read.slots for name in self._sharing(component_id)]
-        pages = [_pages(name, read.digests(one), read.slots[one]) for one, name in pools]
+        pools = list(self._sharing(read.component_id))
+        pages = [_pages(name, read.digests, read.slots) for name in pools]
         (outcomes, late), answers = await asyncio.gather(
             super().get(read), self._leader.read(pages, self._seconds)
         )
-        merged: dict[int, list[Outcome]] = {}
-        for component_id in read.slots:
-            batch = BatchResult(list(outcomes[component_id]))
-            for index, (one, _) in enumerate(pools):
-                if one == component_id:
-                    batch = self._merged(batch, index, answers)
-            merged[component_id] = batch.outcomes
-            late += [batch] if batch.lingering is not None else []
-        return merged, late
+        batch = BatchResult(outcomes)
+        for index in range(len(pools)):
+            batch = self._merged(batch, index, answers)
+        return batch.outcomes, late + ([batch] if batch.lingering is not None else [])
 
     def _merged(self, here: BatchResult, index: int, answers: Answers) -> BatchResult:
         """The worst outcome per page of this rank and the followers', for the pool at `index` of an entry."""

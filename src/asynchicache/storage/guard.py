@@ -299,6 +299,12 @@ class GuardedPool:
         self._abandoned_calls = False
         self._on_unused: Callable[[frozenset[int]], object] | None = None
 
+    @property
+    def read_limits(self) -> tuple[int, int]:
+        """The most concurrent reads, and the most pages of one."""
+        calls = 1 if self._capabilities.immediate else self._capabilities.concurrency
+        return calls, self._batch_size(GET)
+
     async def exists(self, keys: Sequence[ObjectKey], *, fresh: bool = False) -> BatchResult:
         """HIT, MISS, FAILED or TIMEOUT for each key.
 

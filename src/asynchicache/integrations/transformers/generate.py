@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -151,9 +151,8 @@ class CachedGenerate:
                 self._cache, tokens, namespace=namespace, salt=salt, hint=CacheHint(repeats=repeats)
             ) as request:
                 await request.prefetch()
-                begun = await self._runner.begin(request, sequence, tokens, nullcontext())
                 end = self._end_of_prefill(len(tokens))
-                return await self._runner.prefill(request, sequence, tokens, end, begun=begun)
+                return await self._runner.prefill(request, sequence, tokens, end)
         except CapacityError:  # longer than all device pages
             await self._runner.context.calls.run(Restore(sequence))
             return Prefilled(Hit(0, reason=MissReason.DEVICE_CAPACITY), None)

@@ -27,7 +27,6 @@ from asynchicache.integrations.transformers.decoding import Decoder, Row
 from asynchicache.integrations.transformers.forward import steady_tokens
 from asynchicache.integrations.transformers.generation import Generation, GenerationJob
 from asynchicache.integrations.transformers.prefill_runner import (
-    Beginning,
     PrefillRunner,
     open_prefill_runner,
 )
@@ -284,10 +283,10 @@ class PrefixCachedModel:
             async with request:
                 await request.prefetch()
                 prompt = job.prompt.tolist()
-                begun = await self._runner.begin(request, sequence, prompt, self._prefilling)
+                request.rest()  # releases its leases, so that they do not block eviction while it waits
                 async with self._prefilling:
                     self._sharing.leave(job)
-                    row = await self._prefill(job, request, sequence, prompt, begun)
+                    row = await self._prefill(job, request, sequence, prompt)
             await self._decoder.run(row)
             if not self._runner.context.is_current(request):
                 return
@@ -306,12 +305,10 @@ class PrefixCachedModel:
             hint=job.hint,
         )
 
-    async def _prefill(
-        self, job: GenerationJob, request: Request, sequence: int, prompt: list[int], begun: Beginning
-    ) -> Row:
+    async def _prefill(self, job: GenerationJob, request: Request, sequence: int, prompt: list[int]) -> Row:
         """Prefill the prompt and choose the first token of the output."""
         prefilled = await self._runner.prefill(
-            request, sequence, prompt, len(prompt), begun=begun, shared=partial(self._sharing.cut, job)
+            request, sequence, prompt, len(prompt), shared=partial(self._sharing.cut, job)
         )
         assert prefilled.logits is not None, "a hit leaves a token to compute"
         job.hit = prefilled.hit

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -15,7 +15,7 @@ from asynchicache.config import CacheConfig
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.transformers.asking import check_spec, spec_from_model
 from asynchicache.integrations.transformers.bridge import CacheBridge
-from asynchicache.integrations.transformers.calls import Drop, Feed, ModelCalls, ModelRank, Trim
+from asynchicache.integrations.transformers.calls import Feed, ModelCalls, ModelRank, Trim
 from asynchicache.integrations.transformers.forward import feeds_one_by_one
 from asynchicache.integrations.transformers.prefix import CachedPrefix, PrefixContext
 from asynchicache.integrations.transformers.snapshot import new_cache
@@ -55,19 +55,6 @@ class Prefill:
     prefix: CachedPrefix
     at: int
     logits: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """What a request computed of its prompt before the rest of its prefix was read.
-
-    Attributes:
-        computed: tokens that it computed and published, and finds again as a part of its hit.
-        running: the prefill to continue, if the request could not be suspended; else None.
-    """
-
-    computed: int = 0
-    running: Prefill | None = None
 
 
 class PrefillRunner:
@@ -113,58 +100,21 @@ class PrefillRunner:
         tokens: Sequence[int],
         end: int,
         *,
-        begun: Beginning = Beginning(),
         shared: Callable[[int], int | None] = lambda at: None,
     ) -> Prefilled:
         """Compute the part of `tokens[:end]` that is not cached, and publish it.
 
         Args:
-            request: of the tokens; entered, and not loaded but by `begin`.
+            request: of the tokens; entered, and not loaded.
             sequence: its number in the model's memory.
             tokens: the prompt.
             end: where to stop. A longer hit is used as a whole.
-            begun: what `begin` returned.
             shared: asked before each forward with the length so far: where other prompts leave this one.
         """
-        running = begun.running
-        if running is None:
-            request.rematch()  # earlier requests may have published a part of this prompt
-            running = await self._restore(request, sequence)
+        request.rematch()  # earlier requests may have published a part of this prompt
+        running = await self._restore(request, sequence)
         await self._compute(running, request, tokens, end, shared)
-        return Prefilled(_without(running.prefix.hit, begun.computed), running.logits)
-
-    async def begin(
-        self,
-        request: Request,
-        sequence: int,
-        tokens: Sequence[int],
-        turn: AbstractAsyncContextManager[object],
-    ) -> Beginning:
-        """Rest until `prefill`. If storage reads only the end of the prefix, compute the beginning meanwhile;
-        see `Request.split`.
-
-        Args:
-            request: of the tokens; after `prefetch`.
-            sequence: its number in the model's memory.
-            tokens: the prompt.
-            turn: entered while the model computes.
-        """
-        request.rest()  # releases its leases, so that they do not block eviction while it waits
-        if not request.split:
-            return Beginning()
-        computed = 0
-        async with turn:
-            if request.rematch().tokens < request.split:  # else another request has published it meanwhile
-                running = await self._restore(request, sequence)
-                await self._compute(running, request, tokens, request.split, publish=False)
-                if not running.prefix.suspend(running.at):
-                    return Beginning(running=running)
-                await self.context.calls.run(Drop(sequence))  # it is restored with the rest
-                computed = max(running.at - running.prefix.hit.tokens, 0)
-                request.rematch()
-        await request.prefetch()
-        request.rest()
-        return Beginning(computed)
+        return Prefilled(running.prefix.hit, running.logits)
 
     async def _restore(self, request: Request, sequence: int) -> Prefill:
         prefix = CachedPrefix(self.context, request, sequence)
@@ -178,10 +128,8 @@ class PrefillRunner:
         tokens: Sequence[int],
         end: int,
         shared: Callable[[int], int | None] = lambda at: None,
-        *,
-        publish: bool = True,
     ) -> None:
-        """Compute a prompt up to `end`; `publish` it at cuts, at `end`, and after each chunk with windows."""
+        """Compute a prompt up to `end`; publish it at cuts, at `end`, and after each chunk with windows."""
         prefix, calls, cuts = running.prefix, self.context.calls, set(request.cuts)
         while (at := running.at) < end:
             if self._needs_cuts and (length := shared(at)) is not None:
@@ -194,7 +142,7 @@ class PrefillRunner:
                 request.computed(stop - at, time.perf_counter() - began, context=at)
             await prefix.save(stop)
             # A window moves on with the next chunk, so models with windows publish after each one.
-            if publish and (stop in cuts or stop == end or self.context.window_pages):
+            if stop in cuts or stop == end or self.context.window_pages:
                 await prefix.publish(stop, final=stop >= self.context.publishable(end))
             if self.context.window_pages:
                 await calls.run(Trim(prefix.sequence))
@@ -273,14 +221,6 @@ async def open_prefill_runner(
     runner = PrefillRunner(model, cache, ModelThread(model.device), prefill_chunk=prefill_chunk, group=group)
     stack.callback(runner.context.calls.close)
     return cache, runner
-
-
-def _without(hit: Hit, computed: int) -> Hit:
-    """A hit less the tokens that the request computed itself."""
-    if not computed:
-        return hit
-    tokens = max(hit.tokens - computed, 0)
-    return replace(hit, tokens=tokens, by_tier=dict.fromkeys(hit.by_tier, tokens))
 
 
 def check_model(model: PreTrainedModel, config: CacheConfig, spec: ModelSpec) -> None:

@@ -181,19 +181,6 @@ class CachedPrefix:
         except CacheError as error:
             self._give_up(error)
 
-    def suspend(self, stop: int) -> bool:
-        """Publish tokens saved up to `stop`, and give the request's pages back; False if it must go on."""
-        if self._over or stop > self._request.reserved:
-            return False
-        if not self._context.is_current(self._request):
-            self._outdated()
-            return False
-        try:
-            self._request.suspend(stop)
-        except CacheError as error:
-            self._give_up(error)
-        return not self._over
-
     def _outdated(self) -> None:
         """The model has other weights or adapters now: what it computed is of no use for others."""
         self._over = True

@@ -256,11 +256,8 @@ class Forwards:
     async def run(self) -> None:
         """Prefill, decode, publish."""
         engine, request, turn = self._engine, self._request, self._turn
-        prompt, split = len(request.tokens), request.split
-        for stop in sorted({*request.cuts, *turn.stops, prompt, *([split] if split else ())}):
+        for stop in sorted({*request.cuts, *turn.stops, len(request.tokens)}):
             await self._forward(stop)
-            if stop == split == self.done:
-                await self._suspend(0.0)  # what was read meanwhile is part of the next match
         for token in turn.output:
             engine.did("append")
             request.append([token])

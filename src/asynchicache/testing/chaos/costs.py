@@ -26,8 +26,7 @@ class CostOracle:
     """Counts the storage calls of one cache by page, and reports redundant ones.
 
     - The cache reads no page that it is already reading, or that was in memory when queried and still is.
-      Pages published between the query and the read are only counted. A read of which a request computes the
-      beginning is nobody else's: it ends when that request has computed.
+      Pages published between the query and the read are only counted.
     - The cache writes no page twice, unless storage or memory lost the page in between.
     - The cache queries no page that is not in memory while a query for it is in flight, nor again for
       requests that all waited during that query.
@@ -42,7 +41,6 @@ class CostOracle:
         calm: Callable[[], bool],
         waiting: Callable[[bytes, float], bool],
         there: Callable[[str], Container[bytes]],
-        held: Callable[[], Container[bytes]],
     ) -> None:
         """
         Args:
@@ -51,14 +49,12 @@ class CostOracle:
             calm: returns whether storage never failed, so that no call is a retry.
             waiting: returns whether a request that began to wait after a given time wants a page.
             there: returns a pool's pages in memory.
-            held: returns the pages of reads of which requests compute the beginning.
         """
         self._pools = pools
         self._ledger = ledger
         self._calm = calm
         self._waiting = waiting
         self._there = there
-        self._held_back = held
         self._known: set[PageName] = set()
         self._written: set[PageName] = set()
         self._gaps = 0
@@ -95,10 +91,7 @@ class CostOracle:
             case "get":
                 others = {digest for other in running if _same(call, other) for digest in other.digests}
                 self._count("read", len(pages))
-                held = self._held_back()
-                self._bound(
-                    "read_twice", [page for page in pages if page[1] in others and page[1] not in held]
-                )
+                self._bound("read_twice", [page for page in pages if page[1] in others])
                 there = self._held(pages)
                 self._count("read_in_vain", len(there))
                 self._bound("read_needlessly", [page for page in there if page in self._had])

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from asynchicache.errors import CapacityError
-from asynchicache.planner.costs import LoadCosts
 from asynchicache.planner.state import CacheState
 from asynchicache.pools.slabs import Slab
 from asynchicache.streams.base import Event, Graph, Stream
@@ -35,7 +34,6 @@ KINDS = (
     *(f"transfer.{name}" for name in ("fail", "partial", "never", "lie", "stall")),
     *(f"notification.{name}" for name in ("lost", "late")),
     "allocation.refused",
-    "read.split",
     "memory.refused",
     "clock.jump",
     "request.abort",
@@ -225,20 +223,6 @@ class ChaosStream:
 
 def _bare(stream: Stream) -> Stream:
     return stream.inner if isinstance(stream, ChaosStream) else stream
-
-
-@contextmanager
-def splitting_reads(costs: LoadCosts, draws: FaultDraws, rate: float) -> Iterator[None]:
-    """Let some requests compute the first pages of what is read, at random places; read all else."""
-
-    def split(pages: int, *_: object, **__: object) -> int:
-        return draws.chance.randrange(1, pages) if pages > 1 and draws.occurs("read.split", rate) else 0
-
-    with ExitStack() as stack:
-        if rate:
-            stack.enter_context(patch.object(costs, "split", split))
-            stack.enter_context(patch.object(costs, "worth_loading", lambda *_, **__: True))
-        yield
 
 
 @contextmanager

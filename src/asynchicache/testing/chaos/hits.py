@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from asynchicache.cache import HybridCache, Request
 from asynchicache.config import PrefetchOptions
 from asynchicache.hashing import ObjectKey, page_digests, tail_digests
 from asynchicache.planner.actions import Copy
+from asynchicache.planner.readings import StorageRead
 from asynchicache.planner.state import CacheState
 from asynchicache.testing.chaos.costs import CostOracle
 from asynchicache.testing.chaos.faults import FaultDraws
@@ -159,9 +160,7 @@ class HitOracle:
         self._wanted: dict[bytes, float] = {}
         self.recency = recency
         self._pools = [pool.name for pool in cache.spec.pools]
-        self.costs = CostOracle(
-            self._pools, ledger, storage.never_troubled, self._wanted_since, self._holds, self._held_reads
-        )
+        self.costs = CostOracle(self._pools, ledger, storage.never_troubled, self._wanted_since, self._holds)
         self._refused = 0
         self.changing = False
         self._favours: list[tuple[float, int]] = []  # until when how many pages
@@ -183,6 +182,8 @@ class HitOracle:
             stack.enter_context(patch.object(hints, "allow", partial(self._favoured, hints.allow)))
             backups = self._controller.planner.backups
             stack.enter_context(patch.object(backups, "backup", partial(self._backup, backups.backup)))
+            reads = self._controller.planner.prefetches
+            stack.enter_context(patch.object(reads, "next_read", partial(self._next_read, reads.next_read)))
             stack.enter_context(self._storage.store.watched(self._forgotten))
             self._storage.calls.listeners.append(self.costs)
             yield
@@ -231,15 +232,12 @@ class HitOracle:
     def prefetching(self, request: Request, case: HitCase, *, patient: bool) -> Iterator[None]:
         """A request waits for storage. `patient`: as long as the policy allows."""
         self._begin(case)
-        refusals, answered, split = self._refusals, False, request.split
+        refusals, answered = self._refusals, False
         try:
             yield
             answered = True
         finally:
             self._waiting.remove(case)
-            if request.split != split:  # the rest is read while the request computes
-                case.allowed.add(MissReason.CHEAPER_TO_COMPUTE)
-                answered = False
             if not (
                 self._excused() or self._is_over(case)
             ):  # also if it gave up: it may have learned what storage has
@@ -315,11 +313,6 @@ class HitOracle:
                 found.update(self._tree.digests(node)[first - end :])
         return found
 
-    def _held_reads(self) -> set[bytes]:
-        """The pages of reads of which requests compute the beginning."""
-        reads = self._controller.planner.prefetches.in_flight
-        return {digest for read in reads if read.held for digest in read.query.digests}
-
     @property
     def _asks(self) -> bool:
         """Whether the cache has memory to prefetch into."""
@@ -347,13 +340,14 @@ class HitOracle:
         self._seen_in_storage(case)
         if not calm or self._storage.has_lied:  # for a while, the cache remembers what it was told
             case.allowed |= _FAILURES
-        if waited >= self._options.deadline(0):
+        if waited >= self._options.deadline(0) or self._options.policy is PrefetchPolicy.BEST_EFFORT:
             case.allowed.add(MissReason.DEADLINE)
-        if case.refused:
+        if case.refused or not self._asks:
             case.allowed.add(MissReason.HOST_CAPACITY)
         if not (calm and patient):
             return
-        if not self._tree.host_only:  # else it may have waited for pages that were being saved
+        # Else it may have waited for pages that were being saved, or for what was in flight to free slots.
+        if not (self._tree.host_only or case.refused):
             self._check_wait(waited, case)
         if MissReason.DEADLINE in case.allowed:
             return
@@ -499,6 +493,13 @@ class HitOracle:
         self._refused += 1
         self.costs.forget()
         return False
+
+    def _next_read(
+        self, next_read: Callable[..., StorageRead | None], most: Mapping[int, int] | None = None
+    ) -> StorageRead | None:
+        read = next_read(most)
+        self._refused += any(reading.lacks_room for reading in self._controller.planner.prefetches.in_flight)
+        return read
 
     def _favoured(
         self,

@@ -17,7 +17,6 @@ from asynchicache.testing.chaos.faults import (
     FaultDraws,
     refusing_memory,
     refusing_room,
-    splitting_reads,
 )
 from asynchicache.testing.chaos.hits import HitOracle
 from asynchicache.testing.chaos.identity import HostPages, PageNames, page_identity
@@ -50,8 +49,6 @@ def life_prefetch(life: Life) -> PrefetchOptions:
         policy=life.prefetch,
         base_seconds=seconds,
         max_seconds=4 * seconds,
-        load_or_compute=life.split > 0,
-        partial_loads=life.split > 0,
     )
 
 
@@ -160,7 +157,6 @@ class _LifeRun:
                 with (
                     inside.watching_failed_copies(),
                     refusing_room(inside.state, self._draws, self._life.refuse),
-                    splitting_reads(inside.costs, self._draws, self._life.split),
                 ):
                     tasks = await self._live(engine)
                 self._ledger.violations += inside.violations

@@ -44,7 +44,7 @@ def _paged(life: Life, spec: ModelSpec) -> Life:
     if policy is WritePolicy.WRITE_BACK:
         policy = WritePolicy.WRITE_THROUGH
     life = msgspec.structs.replace(
-        life, sizes=sizes, write_policy=policy, steady=None, poor=None, paged=True, shared=0, split=0.0
+        life, sizes=sizes, write_policy=policy, steady=None, poor=None, paged=True, shared=0
     )
     if not shared:
         return life

@@ -273,7 +273,6 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         crash: no call that is in flight at the end reaches storage.
         paged: an engine owns the device memory; see `chaos.paged`.
         shared: bytes of host memory that all pools share; 0: each has the host slots of `sizes`.
-        split: share of the reads from storage whose first pages are computed meanwhile.
         link: the speed of storage.
         dirty: the cache is closed as it is when its clients are done, without `drain` or `flush`.
     """
@@ -305,7 +304,6 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     crash: bool = False
     paged: bool = False
     shared: int = 0
-    split: float = 0.0
     link: StorageLink = StorageLink()
     dirty: bool = False
 

@@ -55,9 +55,6 @@ _SUSPENDING_SEEDS = 5
 _HINTED_SEEDS = 6
 """One of so many seeds has requests with hints."""
 
-_SPLIT_SEEDS = 12
-"""One of so many seeds has a model with attention only, and computes the beginning of what is read."""
-
 _TAIL_SEEDS = 7
 """Two of so many seeds have prefixes that end inside a page."""
 
@@ -91,8 +88,6 @@ def draw_script(seed: int) -> Script:
         script = _with_tails(script)
     if seed % _HINTED_SEEDS == 4:
         script = _with_hints(script)
-    if seed % _SPLIT_SEEDS == 3:
-        script = _with_splits(script)
     return _with_suspensions(script) if seed % _SUSPENDING_SEEDS == 1 else script
 
 
@@ -170,19 +165,6 @@ def _halves(life: Life) -> tuple[Life, Life]:
     first = half(lambda turns: turns[: -(-len(turns) // 2)])
     second = half(lambda turns: turns[-(-len(turns) // 2) :])
     return msgspec.structs.replace(life, clients=first), msgspec.structs.replace(life, clients=second)
-
-
-def _with_splits(script: Script) -> Script:
-    """Leave the model its attention, and let requests compute the beginning of what they read."""
-    chance = random.Random(f"split {script.seed}")
-    model = msgspec.structs.replace(script.model, states=False, window=0, near=0, draft=False)
-    script = _with_model(script, model)
-
-    def change(life: Life) -> Life:
-        return msgspec.structs.replace(life, split=0.0 if life.paged else chance.choice([0.3, 0.7, 1.0]))
-
-    last = None if script.last is None else change(script.last)
-    return msgspec.structs.replace(script, lives=tuple(map(change, script.lives)), last=last)
 
 
 def _with_model(script: Script, model: ModelShape) -> Script:
