@@ -5,6 +5,8 @@ to prove that those tests can fail.
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -266,6 +268,45 @@ class QueuesQuestions(BrokenEngine):
             return await self.engine.exists(keys)
 
 
+class BlocksTheLoop(BrokenEngine):
+    """Each call waits in the loop's thread."""
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        time.sleep(0.001)  # noqa: ASYNC251 - this is what is wrong with it
+        return await super().exists(keys)
+
+
+class BlocksInATask(BrokenEngine):
+    """As the one before, in a task of its own, which is behind an innocent step."""
+
+    def __init__(self, engine: PoolEngine, binding: PoolBinding) -> None:
+        super().__init__(engine, binding)
+        self.capabilities = replace(engine.capabilities, immediate=False)
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        await asyncio.sleep(0)
+        return await asyncio.create_task(self._get(keys, slots))
+
+    async def _get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        threading.Event().wait(0.001)
+        return await self.engine.get(keys, slots)
+
+
+class Overwrites(BrokenEngine):
+    """The last one who puts a page under a key is believed."""
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        await self.engine.delete(keys)
+        return await self.engine.put(keys, slots)
+
+
+class OverwritesAndSaysExists(Overwrites):
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        found = await self.engine.exists(keys)
+        await super().put(keys, slots)
+        return [Outcome.EXISTS if there else Outcome.STORED for there in found]
+
+
 class IgnoresUses(BrokenEngine):
     async def touch(self, keys: Sequence[ObjectKey]) -> None:
         pass
@@ -304,6 +345,10 @@ class EvictsWhatItStores(IgnoresUses):
         (SharesWithoutHeaders, "test_a_page_comes_back_into_any_slot"),
         (Hangs, "test_a_page_comes_back_into_any_slot"),
         (QueuesQuestions, "test_a_question_waits_for_no_page"),
+        (BlocksTheLoop, "test_no_call_blocks_the_loop"),
+        (BlocksInATask, "test_no_call_blocks_the_loop"),
+        (Overwrites, "test_a_key_that_exists_keeps_its_bytes"),
+        (OverwritesAndSaysExists, "test_a_key_that_exists_keeps_its_bytes"),
         (BrokenEngine, "test_what_was_touched_last_is_evicted_last"),  # it has no touch
         (IgnoresUses, "test_what_was_touched_last_is_evicted_last"),
         (StoresWhatItIsToTouch, "test_a_touch_changes_no_page"),

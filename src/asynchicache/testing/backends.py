@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import resource
+import selectors
 import threading
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256, shake_128
 from pathlib import Path
 
@@ -165,6 +169,45 @@ class PoolUnderTest:
         return outcomes
 
 
+class _WatchedSelector(selectors.DefaultSelector):
+    """Tells how long the thread of its loop waited elsewhere than here: gave up the processor by itself.
+
+    Being preempted does not count, so the answer does not depend on the machine's speed or load.
+    """
+
+    def begin(self) -> None:
+        self._waited = 0.0
+        self._mark()
+
+    def waited(self) -> float:
+        """Seconds since `begin`."""
+        self._count()
+        return self._waited
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._count()
+        try:
+            return super().select(timeout)
+        finally:
+            self._mark()
+
+    _waited = _clock = _used = 0.0
+    _switches = 0
+
+    def _mark(self) -> None:
+        self._clock, self._used = time.monotonic(), time.thread_time()
+        self._switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+    def _count(self) -> None:
+        if resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw > self._switches:
+            idle = (time.monotonic() - self._clock) - (time.thread_time() - self._used)
+            self._waited += max(idle, 0.0)
+        self._mark()
+
+
+_CALLS = 10
+"""Of each verb. A thread of the engine may have the interpreter's lock in some, not in all."""
+
 STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
 CORRUPT, REJECTED = Outcome.CORRUPT, Outcome.REJECTED
 
@@ -263,10 +306,12 @@ class BackendConformance:
             bench = await self.open(backend)
             keys = bench.keys(1, 2)
             await bench.put(keys[:1], [0])
+            bench.poison([1])  # what stands there now is not the page, and must not take its place
+            bench.fill(keys[1:], [2])
 
-            again = await bench.put(keys, [1, 2])
+            again = await bench.engine.put(keys, [1, 2])
 
-            assert again[0] in (EXISTS, STORED)
+            assert again[0] in (EXISTS, STORED)  # not every medium tells whether it was there
             assert again[1] is STORED
             assert await bench.get(keys, [3, 4]) == [HIT] * 2
 
@@ -353,6 +398,42 @@ class BackendConformance:
             assert run_immediate(bench.engine.exists(keys)) == b"\1"
             assert run_immediate(bench.engine.get(keys, [1])) == [HIT]
             assert run_immediate(bench.engine.delete(keys)) == [HIT]
+
+    async def test_no_call_blocks_the_loop(self, tmp_path: Path) -> None:
+        """Waiting for a disk, a server, a lock or a sleep belongs into threads, or to asyncio.
+
+        On a loop of its own, whose thread must not give up the processor by itself but in the selector. One
+        call may meet a thread that has the interpreter's lock; an engine that waits does so in every call.
+        """
+        await asyncio.to_thread(self._run_watched, tmp_path)
+
+    def _run_watched(self, tmp_path: Path) -> None:
+        selector = _WatchedSelector()
+        loop = partial(asyncio.SelectorEventLoop, selector)
+        with asyncio.Runner(loop_factory=loop) as runner:
+            runner.run(self._watch(selector, tmp_path))
+
+    async def _watch(self, selector: _WatchedSelector, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            waited: dict[str, list[float]] = {}
+            for number in range(_CALLS):
+                keys = bench.keys(number)
+                bench.fill(keys, [0])
+                calls: dict[str, Callable[[], Awaitable[object]]] = {
+                    "put": partial(bench.engine.put, keys, [0]),
+                    "exists": partial(bench.engine.exists, keys),
+                    "get": partial(bench.engine.get, keys, [1]),
+                    "delete": partial(bench.engine.delete, keys),
+                }
+                for verb, call in calls.items():
+                    selector.begin()
+                    await call()
+                    waited.setdefault(verb, []).append(selector.waited())
+            blocking = {verb: min(times) for verb, times in waited.items() if min(times) > 0}
+            assert not blocking, (
+                f"the thread of the loop waits in every call, for so many seconds at least: {blocking}"
+            )
 
     async def test_a_touch_changes_no_page(self, tmp_path: Path) -> None:
         """An engine with `touch` accepts any keys, and creates none of them."""
