@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from asynchicache.backends.engine_registry import EngineRegistry
-from asynchicache.backends.file.budget import FIXED_BYTES, Budget
+from asynchicache.backends.file.budget import FIXED_BYTES, Budget, Disk
 from asynchicache.backends.file.dependencies import PoolDependencies
 from asynchicache.backends.file.engine import FileEngine, WriteLimits
 from asynchicache.backends.file.folder import StoreFolder
@@ -19,7 +19,7 @@ from asynchicache.backends.file.shape import SegmentShape
 from asynchicache.backends.file.store import PoolStore
 from asynchicache.backends.options import BackendOptions
 from asynchicache.errors import ClosedError, StorageError
-from asynchicache.options import Positive
+from asynchicache.options import Positive, Share
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
 
@@ -31,7 +31,9 @@ class FileOptions(BackendOptions, frozen=True):
         path: the folder; created if it is missing. A leading `~` is the user's home.
         capacity_bytes: most bytes of all files in the folder, or a table of limits by pool name; a pool
             that is not in the table has no limit. A full store evicts the least recently used pages.
-            Default: no limit but the disk.
+            Default: no limit but the disk and `keep_free`.
+        keep_free: the share of the disk that stays free, whoever fills it: files do not grow into it, and new
+            pages take the place of old ones. Default: 0.1.
         read_only: serve existing pages and write nothing; several readers may share a folder. Default: false.
         direct: bypass the page cache (O_DIRECT) if the file system allows it. Default: true.
     """
@@ -40,6 +42,7 @@ class FileOptions(BackendOptions, frozen=True):
 
     path: Path
     capacity_bytes: Positive | dict[str, Positive] | None = None
+    keep_free: Share = 0.1
     read_only: bool = False
     direct: bool = True
 
@@ -70,7 +73,7 @@ class FileBackend:
         self._options = options
         self._port = port
         self._folder = StoreFolder(options.path, read_only=options.read_only)
-        self._budget = Budget(options.folder_limit)
+        self._budget = Budget(options.folder_limit, Disk(options.path, options.keep_free))
         for pool in self._folder.pools():
             self._budget.add_closed(pool)
         self._dependencies = PoolDependencies()

@@ -1,8 +1,10 @@
-"""The byte limit of a folder, and how its pools share it."""
+"""The byte limit of a folder, what its disk must keep free, and how its pools share the rest."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -62,6 +64,40 @@ def _size(path: Path) -> int:
     return 0
 
 
+class Disk:
+    """The disk of a folder, a share of which stays free.
+
+    Args:
+        path: the folder.
+        keep_free: the share, 0 to 1.
+    """
+
+    def __init__(self, path: Path, keep_free: float) -> None:
+        self._path = path
+        self._keep_free = keep_free
+        self._told = False
+
+    def room(self) -> int:
+        """Bytes that files may still take; below 0 if others have filled the disk further.
+
+        Raises:
+            OSError: the folder is gone.
+        """
+        disk = os.statvfs(self._path)
+        return disk.f_bavail * disk.f_frsize - int(disk.f_blocks * disk.f_frsize * self._keep_free)
+
+    def tell_full(self) -> None:
+        """Log, once, that the files do not grow any more."""
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "%s: %g of the disk is to stay free, so the files grow no more and new pages take the place "
+                "of old ones: make room, or lower keep_free",
+                self._path,
+                self._keep_free,
+            )
+
+
 class Budget:
     """Shares a folder's bytes among its pools. Methods may be called from any thread.
 
@@ -70,14 +106,16 @@ class Budget:
 
     Args:
         limit: most bytes; None for no limit but the disk.
+        disk: the disk, if a share of it stays free.
     """
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: int | None, disk: Disk | None = None) -> None:
         self.lock = threading.Lock()
         """Held by a growing pool, from `grant` until its files have grown."""
         self.freed = 0
         """Total bytes that pools have freed; if it increased, a full disk may have room again."""
         self._limit = limit
+        self._disk = disk
         self._open: list[BudgetedPool] = []
         self._closed: dict[Path, ClosedPool] = {}
         self._opening: set[Path] = set()
@@ -141,12 +179,18 @@ class Budget:
         Raises:
             OSError: a file cannot be cut or inspected.
         """
-        if self._limit is None:
+        limit, free = self._limit, sys.maxsize
+        if limit is not None:
+            free = self._free(limit)
+            free += self._reclaim_from_closed(wanted - free)
+        if self._disk is not None and (room := self._disk.room()) < free:
+            free, limit = room, sum(one.nbytes for one in self._open) + max(room, 0)
+            if room < least:
+                self._disk.tell_full()
+        if limit is None:
             return None
-        free = self._free(self._limit)
-        free += self._reclaim_from_closed(wanted - free)
         if free < wanted:
-            share = max(self._limit // max(1, len(self._open)), 0 if pool.nbytes else least)
+            share = max(limit // max(1, len(self._open)), 0 if pool.nbytes else least)
             allowed = min(wanted, share - pool.nbytes)
             if allowed >= least:
                 free += self._reclaim_from_largest(pool, share, allowed - free, least - free)

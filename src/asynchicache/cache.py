@@ -32,7 +32,7 @@ from asynchicache.parts import attach_storage, free_memory, open_device
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.planner.planner import Planner
-from asynchicache.pools.balance import advise_split, find_undersized_pools
+from asynchicache.pools.balance import advise_split, find_few_slots, find_undersized_pools
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.engine import EngineMemory
 from asynchicache.pools.extents import ExtentPlan
@@ -261,7 +261,7 @@ class HybridCache:
                 name: (device.capacity, 0 if name in shared else host.capacity)
                 for name, (device, host) in statistics.occupancy.items()
             }
-            if (advice := advise_split(self.spec, slots, statistics.tokens_per_end)) is not None:
+            if (advice := advise_split(self.spec, slots, statistics.tokens_per_end, self.config)) is not None:
                 _log.info("%s", advice)
 
     def __del__(self) -> None:
@@ -805,6 +805,8 @@ def _slots(
         return {name: (0, count) for name, count in on_host.items()}, plan
     slots = plan_slots(spec, config, memory)
     device = {name: count for name, (count, _) in slots.items()}
+    for words in find_few_slots(spec, config, device):
+        _log.warning("%s", words)
     plan = plan_shared_host(spec, config, device, memory, engine=False) if may_share else None
     shared = {} if plan is None else {name: plan.slots(name) for name in plan.slot_bytes}
     for pool in find_undersized_pools(spec, slots, config.tokens_per_state):

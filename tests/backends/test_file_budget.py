@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,6 +44,35 @@ def test_a_page_larger_than_an_equal_share_has_its_room_once() -> None:
     assert rich.nbytes == 7000
     poor.nbytes = 5000
     assert budget.grant(poor, 5000, 5000) == 0
+
+
+@pytest.mark.parametrize("bound", [{}, {"capacity_bytes": 1 << 30}, {"capacity_bytes": {"kv": 1 << 30}}])
+@pytest.mark.asyncio
+async def test_files_do_not_grow_into_the_share_that_the_disk_keeps(
+    tmp_path: Path,
+    bound: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of 10 MB, 2 MB stay free; others have taken 7.4. Then pages replace the oldest, which is said once."""
+    taken = 7_400_000
+
+    def statvfs(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(f_frsize=1, f_blocks=10_000_000, f_bavail=10_000_000 - taken - size_of(path))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    async with backend_at(tmp_path, keep_free=0.2, **bound) as backend:
+        kv, mamba = await open_bench(backend, "kv"), await open_bench(backend, "mamba")
+        await fill(kv, range(200))
+        assert (await there(kv, range(200)))[-1] == 199
+        await fill(mamba, range(200))  # takes its share of the room from the other pool
+        assert statvfs(tmp_path).f_bavail >= 2_000_000
+        for bench in (kv, mamba):
+            assert 0 < len(await there(bench, range(200))) < 200
+        assert caplog.text.count("0.2 of the disk is to stay free") == 1
+        taken = 0
+        await fill(kv, range(200))
+        assert await there(kv, range(200)) == [*range(200)]
 
 
 @pytest.mark.asyncio

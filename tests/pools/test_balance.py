@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from asynchicache import CacheConfig, HybridCache
-from asynchicache.pools.balance import UndersizedPool, advise_split, find_undersized_pools
+from asynchicache.pools.balance import UndersizedPool, advise_split, find_few_slots, find_undersized_pools
 from asynchicache.pools.sizing import FreeMemory, SizeOptions, plan_slots
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.types import trailing_pages
@@ -71,13 +71,34 @@ def test_pools_sized_together_are_in_proportion():
 
 def test_the_split_that_the_traffic_asks_for_is_named_with_the_option_that_gives_it():
     slots = {"kv": (1000, 0), "swa": (20, 0), "mamba": (100, 0)}
-    assert advise_split(SPEC, slots, 640) is None, "one state for 640 tokens is what there is"
-    assert advise_split(SPEC, slots, 0) is None
-    assert advise_split(SPEC, dict.fromkeys(slots, (0, 0)), 8000) is None, "nothing has a split to choose"
-    assert advise_split(SPEC, slots, 8000) == (
-        "the traffic asks for one state for 8,000 tokens, and the pools have one for 640: set "
-        "tokens_per_state=8000"
+    sized = SizeOptions()
+    assert advise_split(SPEC, slots, 640, sized) is None, "one state for 640 tokens is what there is"
+    assert advise_split(SPEC, slots, 0, sized) is None
+    nothing = dict.fromkeys(slots, (0, 0))
+    assert advise_split(SPEC, nothing, 8000, sized) is None, "nothing has a split to choose"
+    words = "the traffic asks for one state for 8,000 tokens, and the pools have one for 640: set "
+    assert advise_split(SPEC, slots, 8000, sized) == f"{words}tokens_per_state=8000"
+    on_host = {name: (1, device) for name, (device, _) in slots.items()}
+    for chosen, tier, cure in (
+        (SizeOptions(device_slots={"mamba": 100}), slots, "device_slots['mamba'] to 8"),
+        (SizeOptions(device_slots={"kv": 1000}), slots, "device_slots['mamba'] to 8"),
+        (SizeOptions(host_slots={"kv": 1000}), on_host, "host_slots['mamba'] to 8"),
+        (SizeOptions(host_slots={"kv": 1000}), slots, "tokens_per_state=8000"),
+    ):
+        assert advise_split(SPEC, tier, 8000, chosen) == words + cure
+
+
+def test_few_states_and_windows_on_the_device_are_said_with_the_option():
+    """Unless their number was chosen."""
+    device = {"kv": 463, "swa": 19, "mamba": 1}
+    states, windows = (
+        f"device_bytes leaves pool {name!r} {words} requests at a time and hardly a hit beside them: raise "
+        f"device_bytes, or set device_slots[{name!r}]"
+        for name, words in (("mamba", "1 states, enough for 1"), ("swa", "19 window pages, enough for 3"))
     )
+    assert find_few_slots(SPEC, SizeOptions(), device) == [windows, states]
+    assert find_few_slots(SPEC, SizeOptions(device_slots={"mamba": 1}), device) == [windows]
+    assert find_few_slots(SPEC, SizeOptions(), {"kv": 463, "swa": 20, "mamba": 4}) == []
 
 
 @pytest.mark.asyncio
@@ -97,7 +118,7 @@ async def test_closing_logs_the_split_that_the_traffic_asked_for(caplog: pytest.
 
     assert [record.message for record in caplog.records] == [
         "the traffic asks for one state for 256 tokens, and the pools have one for 64: "
-        "set tokens_per_state=256"
+        "set device_slots['mamba'] to 2"
     ]
 
 

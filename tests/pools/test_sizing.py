@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 
 from asynchicache.errors import CapacityError, ConfigError
 from asynchicache.layouts import ALIGNMENT
-from asynchicache.pools.sizing import FreeMemory, SizeOptions, plan_slots, slot_cost
+from asynchicache.pools.sizing import (
+    FreeMemory,
+    SizeOptions,
+    plan_host_slots,
+    plan_shared_host,
+    plan_slots,
+    slot_cost,
+)
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.types import trailing_pages
 
@@ -51,6 +59,24 @@ def test_host_bytes_are_divided_and_not_exceeded():
     used = sum(slots[pool.name][1] * slot_cost(pool, 16, host=True) for pool in SPEC.pools)
 
     assert 0.9 * (1 << 20) < used <= 1 << 20
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_bytes_that_the_host_does_not_have_are_refused(engine: bool):
+    """As slots are: what was chosen is not lowered; and so for the memory that pools share."""
+    memory, options = FreeMemory(1 << 24, 10 << 20, shared=False), SizeOptions(host_bytes=9 << 20)
+    words = r"need 9437184 bytes \(0.01 GiB\), of which 8388608 .*80% of what is free.* lower host_bytes"
+    device = {"kv": 10, "mamba": 3}
+    with pytest.raises(CapacityError, match=words):
+        plan_shared_host(SPEC, options, device, memory, engine=engine)
+    plan_alone = (
+        partial(plan_host_slots, SPEC, options, device) if engine else partial(plan_slots, SPEC, options)
+    )
+    with pytest.raises(CapacityError, match=words):
+        plan_alone(memory)
+    plan = plan_shared_host(SPEC, SizeOptions(host_bytes=8 << 20), device, memory, engine=engine)
+    assert plan is not None
+    assert 0.9 * (8 << 20) < plan.paid_bytes <= 8 << 20
 
 
 def test_a_wish_shrinks_to_what_the_container_has():

@@ -69,6 +69,12 @@ def test_what_was_chosen_stays_or_is_refused() -> None:
         host_slots([chosen] * 2, [[], []], slots=MOST // 2 + 2)
 
 
+def test_bytes_are_chosen_as_slots_are() -> None:
+    """Each rank was to have them: less is refused, not given."""
+    assert need_of(spec, SizeOptions(host_bytes=1 << 20), GPU, engine=False).chosen == ["kv"]
+    assert need_of(spec, SizeOptions(), GPU, engine=False).chosen == []
+
+
 def test_a_window_that_no_longer_fits_has_no_slots() -> None:
     window = on("a", HEADS, least={"kv": MOST // 3})
     assert host_slots([window] * 2, [[], []]) == pytest.approx(MOST / 2, abs=1)

@@ -63,7 +63,7 @@ def present(seen: dict[str, Any]) -> RenderableType:
     """All that is known, as tables."""
     return Group(
         _headline(seen),
-        Columns([_pools(seen["pools"]), _reasons(seen)]),
+        Columns([_pools(seen["pools"], seen["memory_bytes"]), _reasons(seen)]),
         _storage(seen["storage"]),
         _prefixes(seen),
     )
@@ -80,12 +80,15 @@ def _headline(seen: dict[str, Any]) -> RenderableType:
     )
 
 
-def _pools(pools: dict[str, Any]) -> RenderableType:
-    table = Table("pool", "tier", "", "held", "of", "evicted", title="pools")
+def _pools(pools: dict[str, Any], memory: dict[str, int]) -> RenderableType:
+    sizes = ", ".join(f"{nbytes / 2**30:.4g} GiB on the {tier}" for tier, nbytes in memory.items())
+    table = Table("pool", "tier", "", "held", "of", "evicted", title=f"pools: {sizes}")
     for name, tiers in pools.items():
         for tier, one in tiers.items():
             bar = ProgressBar(max(one["capacity"], 1), one["held"], width=16)
-            table.add_row(name, tier, bar, f"{one['held']:,}", f"{one['capacity']:,}", f"{one['evicted']:,}")
+            up_to = "up to " if "most_bytes" in one else ""
+            most, evicted = f"{up_to}{one['capacity']:,}", f"{one['evicted']:,}"
+            table.add_row(name, tier, bar, f"{one['held']:,}", most, evicted)
     return table
 
 

@@ -83,6 +83,7 @@ class CacheStatistics:
             asks for as `tokens_per_state`. 0 if nothing is cached.
         group: the other ranks of a sharded model; None if there are none.
         host_bytes: by pool that shares host memory with others, the bytes that it has now.
+        memory_bytes: bytes of all slots of a tier, with headers and padding; what pools share counts once.
         room_waits: durations of `admit` and `reserve`, which wait for other requests to free slots.
     """
 
@@ -100,6 +101,7 @@ class CacheStatistics:
     tokens_per_end: int = 0
     group: GroupStatistics | None = None
     host_bytes: Mapping[str, int] = field(default_factory=dict)
+    memory_bytes: Mapping[Tier, int] = field(default_factory=dict)
 
 
 def collect_statistics(
@@ -127,6 +129,7 @@ def collect_statistics(
         tokens_per_end=state.tokens_per_end(),
         group=group,
         host_bytes=state.host_bytes(),
+        memory_bytes={tier: state.memory_bytes(tier) for tier in (Tier.DEVICE, Tier.HOST)},
     )
 
 

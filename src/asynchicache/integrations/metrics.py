@@ -223,6 +223,12 @@ FAMILIES = (
         lambda s: (((pool,), nbytes) for pool, nbytes in s.host_bytes.items()),
     ),
     Family(
+        "memory_bytes",
+        "Bytes of all slots of a tier; what pools share counts once.",
+        ("tier",),
+        lambda s: (((tier.name.lower(),), nbytes) for tier, nbytes in s.memory_bytes.items()),
+    ),
+    Family(
         "moved_slots_total",
         "Pages and states moved within the host memory that pools share.",
         (),

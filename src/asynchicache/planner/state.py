@@ -14,6 +14,7 @@ from asynchicache.planner.request_state import RequestState
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.pools.budget import ByteBudget
 from asynchicache.pools.extents import ExtentAllocator, ExtentMemory, ExtentPlan
+from asynchicache.pools.sizing import pool_bytes
 from asynchicache.specs import ModelSpec
 from asynchicache.tracing import Tracer
 from asynchicache.tree import copies, eviction
@@ -140,6 +141,7 @@ class CacheState:
         }
         self.tree = self._empty_tree(max(slots[self.names[FULL]]), eviction_policy, tails)
         self.memory = {tier: ByteBudget(nbytes) for tier, nbytes in (memory or {}).items()}
+        self._extent_plan = extents
         self.extents = None if extents is None else ExtentMemory(extents)
         self.on_move: Callable[[str, list[int], list[int]], object] | None = None
         self.free = self._allocators(slots, extents)
@@ -251,6 +253,16 @@ class CacheState:
         """By pool that shares host memory with others, the bytes that it has now."""
         owned = zip(self.names, self.free[Tier.HOST :: 2], strict=True)
         return {name: free.owned_bytes for name, free in owned if isinstance(free, ExtentAllocator)}
+
+    def memory_bytes(self, tier: Tier) -> int:
+        """Bytes of all slots of a tier, as they are laid out there; what pools share counts once."""
+        plan = self._extent_plan if tier is Tier.HOST else None
+        own = sum(
+            pool_bytes(self.spec, name, free.capacity, host=tier is Tier.HOST)
+            for name, free in zip(self.names, self.free[tier::2], strict=True)
+            if plan is None or name not in plan.slot_bytes
+        )
+        return own + (plan.paid_bytes if plan is not None else 0)
 
     def open_host(self, pool: str, slots: int) -> None:
         """Allow the first `slots` host slots of a pool; the memory of the others is not ready."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asynchicache.pools.sizing import TOKENS_PER_STATE, pages_per_state, weight
+from asynchicache.pools.sizing import TOKENS_PER_STATE, SizeOptions, pages_per_state, weight, window_pages
 from asynchicache.specs import ModelSpec
 
 UNDERSIZED_SHARE = 0.5
@@ -64,26 +64,64 @@ def find_undersized_pools(
     ]
 
 
-def advise_split(spec: ModelSpec, slots: Mapping[str, tuple[int, int]], tokens_per_end: int) -> str | None:
+_FEW = 4
+"""Requests below which a pool of states or windows is called small."""
+
+
+def find_few_slots(spec: ModelSpec, options: SizeOptions, device: Mapping[str, int]) -> list[str]:
+    """What to say of pools whose share of the device memory serves few requests.
+
+    Args:
+        spec: the model's pools.
+        options: the sizes that were asked for; what `device_slots` names was chosen.
+        device: device slots of each pool.
+    """
+    found = []
+    for pool in spec.owners[1:]:
+        requests = device[pool.name] // max(window_pages(pool), 1)
+        if requests < _FEW and pool.name not in options.device_slots:
+            kind = "window pages" if pool.per_token else "states"
+            found.append(
+                f"device_bytes leaves pool {pool.name!r} {device[pool.name]} {kind}, enough for {requests} "
+                "requests at a time and hardly a hit beside them: raise device_bytes, or set "
+                f"device_slots[{pool.name!r}]"
+            )
+    return found
+
+
+def advise_split(
+    spec: ModelSpec,
+    slots: Mapping[str, tuple[int, int]],
+    tokens_per_end: int,
+    options: SizeOptions,
+) -> str | None:
     """What to set if the traffic needs far more, or far fewer, states for its pages than there are slots.
 
     Args:
         spec: the model's pools.
         slots: by pool, device and host slots; 0 where pools share their memory, and have no split to choose.
         tokens_per_end: cached tokens for each end of a path, see `CacheStatistics`; 0: unknown.
+        options: how the slots were chosen, and so what would change them.
     """
     states = [pool.name for pool in spec.owners if not pool.per_token]
     if not states or not tokens_per_end:
         return None
-    pages, count = (max(slots[name]) for name in (spec.owners[0].name, states[0]))
+    full, name = spec.owners[0].name, states[0]
+    pages, count = max(slots[full]), max(slots[name])
     if not pages:
         return None
     now = pages * spec.page_size // max(count, 1)
     if UNDERSIZED_SHARE < now / tokens_per_end < 1 / UNDERSIZED_SHARE:
         return None
+    on_host = slots[name][1] > slots[name][0]
+    chosen = set(options.device_slots) | set(options.host_slots if on_host else ())
+    cure = f"tokens_per_state={tokens_per_end}"
+    if chosen & {full, name}:  # then the split is not computed
+        option = "host_slots" if on_host else "device_slots"
+        cure = f"{option}[{name!r}] to {pages * spec.page_size // tokens_per_end:,}"
     return (
         f"the traffic asks for one state for {tokens_per_end:,} tokens, and the pools have one for {now:,}: "
-        f"set tokens_per_state={tokens_per_end}"
+        f"set {cure}"
     )
 
 

@@ -30,15 +30,22 @@ class ExtentPlan:
         slot_bytes: by pool, the bytes from slot to slot.
         extent_bytes: of an extent, a multiple of the largest slot.
         extents: the number of extents.
+        beside: bytes that each extent costs elsewhere: headers, and pools that share slots.
     """
 
     slot_bytes: Mapping[str, int]
     extent_bytes: int
     extents: int
+    beside: int = 0
 
     @property
     def nbytes(self) -> int:
         return self.extent_bytes * self.extents
+
+    @property
+    def paid_bytes(self) -> int:
+        """What all of it costs."""
+        return (self.extent_bytes + self.beside) * self.extents
 
     def slots(self, pool: str) -> int:
         """The slots of a pool that has all of the memory."""

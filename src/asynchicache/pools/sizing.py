@@ -29,7 +29,8 @@ class SizeOptions(Options, frozen=True, kw_only=True):
 
     Attributes:
         device_slots, host_slots: slots by pool name; 0 host slots keep a pool on the device.
-        device_bytes, host_bytes: divided among the pools that `*_slots` do not name.
+        device_bytes, host_bytes: divided among the pools that `*_slots` do not name. More than is free is
+            refused, not lowered.
         host_ratio: host slots per device slot, if not set otherwise. Default: 2.
         share_host: the pools that `host_slots` does not name share one host memory, as large as their slots
             would be; what it is used for changes with the traffic. Default: True.
@@ -148,14 +149,20 @@ def _host_slots(
 def _wanted_slots(
     spec: ModelSpec, options: SizeOptions, device: Mapping[str, int], room: int
 ) -> tuple[dict[str, int], float]:
-    """By pool that `host_slots` does not name, the slots by the ratio; and the share of them that fits."""
+    """By pool that `host_slots` does not name, the slots by the ratio; and the share of them that fits.
+
+    Raises:
+        CapacityError: `host_bytes` is more than there is: what was chosen is not lowered.
+    """
     rest = [pool for pool in spec.owners if pool.name not in options.host_slots]
     named = _total(spec, options.host_slots, host=True)
     wanted = {pool.name: _wanted_on_host(pool, device[pool.name], options.host_ratio) for pool in rest}
     need = _total(spec, wanted, host=True)
     budget = room - named
     if options.host_bytes is not None:
-        budget = min(budget, options.host_bytes - named)
+        if options.host_bytes > max(room, 0):
+            raise _too_much("host", options.host_bytes, room, "host_bytes")
+        budget = options.host_bytes - named
     elif need <= budget:
         return wanted, 1.0  # the ratio is a target: lowered if host memory is smaller
     return wanted, max(budget, 0) / need if need else 1.0
@@ -193,7 +200,7 @@ def plan_shared_host(
         for pool in spec.pools
         if (pool.slots_of or pool.name) in slot_bytes
     )
-    plan = ExtentPlan(slot_bytes, extent_bytes, nbytes // (extent_bytes + beside))
+    plan = ExtentPlan(slot_bytes, extent_bytes, nbytes // (extent_bytes + beside), beside)
     least = sum(plan.extents_for(name, _least(spec.pool(name))) for name in names)
     return plan if plan.extents >= least else None
 
@@ -269,13 +276,19 @@ def _total(spec: ModelSpec, slots: Mapping[str, int], *, host: bool) -> int:
     )
 
 
+def pool_bytes(spec: ModelSpec, pool: str, slots: int, *, host: bool = False) -> int:
+    """Bytes of `slots` slots of a pool, with those of the pools that share them."""
+    return _total(spec, {pool: slots}, host=host)
+
+
 def slot_cost(pool: PoolSpec, page_size: int, *, host: bool) -> int:
     """Bytes per slot; on the host including padding and header."""
     return SlotLayout.of(pool, page_size).slot_bytes + ALIGNMENT if host else pool.slot_bytes(page_size)
 
 
 def _too_much(tier: str, need: int, have: int, options: str) -> CapacityError:
+    limit = f", {HOST_SHARE:.0%} of what is free," if tier == "host" else ""
     return CapacityError(
         f"the {tier} pools need {need} bytes ({need / 2**30:.2f} GiB), of which {max(have, 0)} "
-        f"({max(have, 0) / 2**30:.2f} GiB) may be used: lower {options}"
+        f"({max(have, 0) / 2**30:.2f} GiB){limit} may be used: lower {options}"
     )

@@ -52,7 +52,8 @@ def need_of(spec: ModelSpec, options: SizeOptions, memory: FreeMemory, *, engine
         if memory.shared and not engine:
             device[owner] += slot_cost(pool, spec.page_size, host=False)
     least = {pool.name: window_pages(pool) for pool in spec.owners}
-    return HostNeed(host_of(), memory.host, device, own, common, least, sorted(options.host_slots))
+    chosen = sorted(options.host_slots) if options.host_bytes is None else names
+    return HostNeed(host_of(), memory.host, device, own, common, least, chosen)
 
 
 def fitted(
@@ -105,6 +106,6 @@ def _share(
         raise RankError(
             f"ranks {list(ranks)} are on one host with {free} bytes of free memory: their device slots need "
             f"{device} of it, and host slots {fixed} of the {max(room, 0)} then left for them: lower "
-            "device_slots, device_bytes or host_slots"
+            "device_slots, device_bytes, host_slots or host_bytes"
         )
     return min(1.0, (room - fixed) / lowered) if lowered else 1.0

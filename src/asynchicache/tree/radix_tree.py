@@ -611,7 +611,7 @@ class UnifiedRadixTree:
         """Keep what a prefix that ends at `node` needs, as far as the hint's share goes."""
         _keep(node, keep)
         for window in self.windows:
-            for part in window.needs(node):
+            for part in window.keeps(node):
                 _keep(part, keep)
 
     # --- walks ---

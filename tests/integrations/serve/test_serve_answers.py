@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asynchicache.integrations.serve.description import describe
 from asynchicache.integrations.serve.tokenizers import Conversation
+from asynchicache.types import Tier
 from integrations.serve.checkpoints import tiny_loaded
 from integrations.serve.serving import PAGE, Running, as_text, body, running, uncached
 
@@ -174,13 +175,45 @@ async def test_each_request_is_a_line_of_the_log(server: Running, caplog: pytest
         await server.http.post("/v1/completions", json=body(prompt="the access log", max_tokens=2))
         await server.http.post("/v1/completions", json=body(n=2))
         await server.http.get("/no%0Aline")
+        for refused in (
+            {"max_completion_tokens": 3, "secret\n": 1},
+            {"stream_options": {"continuous_usage_stats": True}},
+            {"cache_hint": {"forever": 1}},
+            {"temperature": 3},
+            {"prompt": [7, -1]},
+            {"model": "m" * 300},
+            {"stop": ["a private matter" * 9] * 99},
+        ):
+            await server.http.post("/v1/completions", json=body(**refused))
+        await server.http.post(
+            "/v1/chat/completions", json={"messages": [{"role": "private" * 9, "content": "x"}]}
+        )
+        await server.http.post(
+            "/v1/completions", content=b"private", headers={"content-type": "application/json"}
+        )
     lines = [record.getMessage() for record in caplog.records if record.name.endswith("serve.access")]
 
     took = r"in \d+\.\d{3} s"
     tokens = r"14 prompt tokens, 0 of them cached; 2 generated, the first after \d+\.\d{3} s"
     assert re.fullmatch(rf"127\.0\.0\.1:\d+ POST /v1/completions: 200 {took}; {tokens}", lines[0])
-    assert re.fullmatch(rf"\S+ POST /v1/completions: 400 {took}", lines[1])
-    assert re.fullmatch(rf"\S+ GET /no%0Aline: 404 {took}", lines[2])
+    assert re.fullmatch(
+        rf"\S+ POST /v1/completions: 400 {took}; n is not supported: leave it out; .*", lines[1]
+    )
+    assert re.fullmatch(rf"\S+ GET /no%0Aline: 404 {took}; no such place", lines[2])
+    flag = "is not known: leave it out, or serve with --ignore-unknown-fields"
+    reasons = [line.split(" s; ")[1] for line in lines[3:]]
+    assert reasons[:3] == [
+        f"max_completion_tokens {flag}",
+        f"stream_options.continuous_usage_stats {flag}",
+        f"cache_hint.forever {flag}",
+    ]
+    for reason, field in zip(
+        reasons[3:], ("temperature", "prompt", "model", "stop", "messages", "body"), strict=True
+    ):
+        assert field in reason
+        assert len(reason) <= 200
+        assert "private" not in reason
+        assert "mmm" not in reason
 
 
 async def test_the_server_describes_itself(server: Running) -> None:
@@ -192,7 +225,11 @@ async def test_the_server_describes_itself(server: Running) -> None:
     assert lines[4].startswith("storage: none: ")
     spec = server.api.model.spec
     nbytes = sum(pool.slot_bytes(spec.page_size) * {"kv": 256, "mamba": 64}[pool.name] for pool in spec.pools)
-    assert f"memory: {nbytes / (1 << 20):.4g} MiB on the device, " in lines[3]
+    on_host = server.api.model.cache.statistics().memory_bytes[Tier.HOST]
+    sizes = [
+        f"{tier / (1 << 20):.4g} MiB on the {name}" for tier, name in ((nbytes, "device"), (on_host, "host"))
+    ]
+    assert f"memory: {', '.join(sizes)}; pages" in lines[3]
 
 
 async def test_metrics_are_those_of_cache_and_server(server: Running) -> None:

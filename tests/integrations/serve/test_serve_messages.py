@@ -134,7 +134,11 @@ def test_one_prompt_has_four_shapes(prompt: Any, one: Any) -> None:
         ({"stop": ["a", ""]}, "stop", "empty"),
         ({"stop": ["a"] * 17}, "stop", "16"),
         ({"cache_salt": ""}, "cache_salt", "length >= 1"),
-        ({"stream_options": {"include_usages": True}}, "stream_options", "include_usages"),
+        (
+            {"stream_options": {"include_usages": True}},
+            "stream_options.include_usages",
+            "--ignore-unknown-fields",
+        ),
         ({"prompt": 3}, "prompt", "int"),
         ({"prompt": [1, 1.5]}, "prompt[1]", "float"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import shutil
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,11 +14,14 @@ import pytest
 import pytest_asyncio
 from rich.console import Console
 
+from asynchicache import CacheConfig
 from asynchicache.cli.top import look, present
 from asynchicache.errors import ConfigError
+from asynchicache.integrations.serve.description import describe
 from integrations.serve.checkpoints import tiny_loaded
 from integrations.serve.serving import Running, body, running
 
+HOST_BYTES = 6 << 20
 SECRET = "the combination of the safe is 4711, and nobody else must know it. "
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -26,7 +30,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def server() -> AsyncIterator[Running]:
-    async with running(tiny_loaded()) as one:
+    config = CacheConfig(device_slots={"kv": 256, "mamba": 64}, host_bytes=HOST_BYTES, weight_version="test")
+    async with running(tiny_loaded(), cache=config) as one:
         for tail in ("Who? " * 9, "Where? " * 9, "Who? " * 9):
             answer = await one.http.post("/v1/completions", json=body(prompt=SECRET + tail, max_tokens=2))
             assert answer.status_code == 200
@@ -52,6 +57,21 @@ async def test_the_numbers_are_those_of_the_cache(server: Running) -> None:
     assert seen["pools"]["kv"]["device"]["held"] > 0
     assert seen["storage"] == {"name": "", "state": "none", "writing_bytes": 0, "pools": {}}
     assert seen["first_token_ms"]["p50"] > 0
+
+
+async def test_memory_that_pools_share_counts_once(server: Running) -> None:
+    seen, lines = await stats(server), list(describe(server.api))
+    hosts, all_of_it = [tiers["host"] for tiers in seen["pools"].values()], seen["memory_bytes"]["host"]
+
+    assert 0.9 * HOST_BYTES < all_of_it <= HOST_BYTES
+    assert 0 < sum(host["bytes"] for host in hosts) <= all_of_it
+    assert sum(host["most_bytes"] for host in hosts) > all_of_it > max(host["most_bytes"] for host in hosts)
+    up_to = r"\), up to [\d,]+ on the host \(up to [\d.]+ [KM]iB\)$"
+    assert [line for line in lines[1:3] if not re.search(up_to, line)] == []
+    assert f"{all_of_it / 2**20:.4g} MiB on the host" in lines[3]
+    metrics = (await server.http.get("/metrics")).text
+    (told,) = re.findall(r'asynchicache_memory_bytes\{.*tier="host".*\} (\S+)', metrics)
+    assert float(told) == all_of_it
 
 
 async def test_shared_beginnings_are_a_tree(server: Running) -> None:

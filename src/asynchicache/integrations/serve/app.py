@@ -180,17 +180,21 @@ class InfoEndpoints:
         )
 
     async def refused(self, request: Request, error: Exception) -> Response:
-        answer = refusal(error)
-        self._api.counts.refuse(answer)
-        return answer.response()
+        return self._refuse(request, refusal(error))
 
     async def no_route(self, request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
         place = f"{request.method} {request.url.path}"
         answer = ApiError(
-            f"{place} is not here: {'GET /v1/models' if status == 404 else 'another method'}", status=status
+            f"{place} is not here: {'GET /v1/models' if status == 404 else 'another method'}",
+            status=status,
+            rule="no such place" if status == 404 else "another method",  # the line names it already
         )
+        return self._refuse(request, answer)
+
+    def _refuse(self, request: Request, answer: ApiError) -> Response:
         self._api.counts.refuse(answer)
+        request.scope[DETAIL] = answer.logged
         return answer.response()
 
     async def failed(self, request: Request, error: Exception) -> Response:

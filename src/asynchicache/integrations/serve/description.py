@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from asynchicache.integrations.serve.api import Api
-from asynchicache.pools.sizing import slot_cost
-from asynchicache.specs import ModelSpec
+from asynchicache.pools.sizing import pool_bytes
+from asynchicache.types import Tier
 
 
 def describe(api: Api) -> Iterator[str]:
@@ -17,20 +17,17 @@ def describe(api: Api) -> Iterator[str]:
         f"serving {served.name!r}: {spec.model}, {spec.layers} layers, on {cache.device.name}; up to "
         f"{served.context:,} tokens a request, {api.model.capacity_tokens:,} in all"
     )
-    slots = {
-        name: (device.capacity, host.capacity)
-        for name, (device, host) in cache.statistics().occupancy.items()
-    }
-    for name, (device, host) in slots.items():
-        kind = "pages" if spec.pool(name).per_token else "states"
+    statistics = cache.statistics()
+    for name, (device, host) in statistics.occupancy.items():
+        kind, on_host = "pages" if spec.pool(name).per_token else "states", host.capacity
+        up_to = "up to " if name in statistics.host_bytes else ""  # all pools share one memory there
         yield (
-            f"pool {name!r}: {device:,} {kind} on the device ({_size(pool_bytes(spec, name, device))}), "
-            f"{host:,} on the host ({_size(pool_bytes(spec, name, host, host=True))})"
+            f"pool {name!r}: {device.capacity:,} {kind} on the device "
+            f"({_size(pool_bytes(spec, name, device.capacity))}), {up_to}{on_host:,} on the host "
+            f"({up_to}{_size(pool_bytes(spec, name, on_host, host=True))})"
         )
-    on_device = sum(pool_bytes(spec, name, device) for name, (device, _) in slots.items())
-    on_host = sum(pool_bytes(spec, name, host, host=True) for name, (_, host) in slots.items())
-    sizes = f"{_size(on_device)} on the device, {_size(on_host)} on the host"
-    yield f"memory: {sizes}; pages of {spec.page_size} tokens"
+    sizes = [_size(statistics.memory_bytes[tier]) for tier in (Tier.DEVICE, Tier.HOST)]
+    yield f"memory: {sizes[0]} on the device, {sizes[1]} on the host; pages of {spec.page_size} tokens"
     yield f"storage: {_storage(api)}"
 
 
@@ -39,12 +36,6 @@ def _storage(api: Api) -> str:
     if state == "none":
         return "none: what does not fit in memory is lost, and all of it at the end; see --storage-path"
     return f"{api.storage}, {'open' if state == 'ok' else 'unavailable, so requests go on without it'}"
-
-
-def pool_bytes(spec: ModelSpec, pool: str, slots: int, *, host: bool = False) -> int:
-    """Bytes of a pool and of those that share its slots."""
-    sharing = [one for one in spec.pools if (one.slots_of or one.name) == pool]
-    return sum(slot_cost(one, spec.page_size, host=host) for one in sharing) * slots
 
 
 def _size(nbytes: int) -> str:

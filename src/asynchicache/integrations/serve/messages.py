@@ -69,6 +69,7 @@ _MAX_LISTS = 1 << 16
 """Most lists and objects in a body; a message is one object, plus one for each of its parts."""
 
 _PLACE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -354,19 +355,24 @@ def _checked(
         elif name in _UNSUPPORTED:
             _check_neutral(name, value)
         elif not ignore_unknown:
-            raise ApiError(
-                f"{name} is not known: leave it out, or serve with --ignore-unknown-fields",
-                param=name,
-                code="unknown_parameter",
-            )
+            raise _unknown(name)
     return wanted
 
 
+def _unknown(name: str) -> ApiError:
+    return ApiError(
+        f"{name} is not known: leave it out, or serve with --ignore-unknown-fields",
+        param=name,
+        code="unknown_parameter",
+    )
+
+
 def _known_only(name: str, value: object) -> object:
-    """Leave unknown fields out of messages and stream options."""
+    """Leave unknown fields out of what a field holds."""
     if name == "messages" and isinstance(value, list):
         return [_fields_of(Message, message) for message in value]
-    return _fields_of(StreamOptions, value) if name == "stream_options" else value
+    kinds: dict[str, type[msgspec.Struct]] = {"stream_options": StreamOptions, "cache_hint": CacheHintFields}
+    return _fields_of(kinds[name], value) if name in kinds else value
 
 
 def _fields_of(kind: type[msgspec.Struct], value: object) -> object:
@@ -408,6 +414,9 @@ def _same(value: object, other: object) -> bool:
 
 def _unfit(error: Exception) -> ApiError:
     place = _PLACE.search(str(error))
+    unknown = _UNKNOWN.search(str(error))
+    if place and unknown and place["path"]:
+        return _unknown(f"{place['path']}.{unknown['name']}")
     if isinstance(error, msgspec.ValidationError) and place:
         return ApiError(f"{place['path']}: {_PLACE.sub('', str(error))}", param=place["path"] or None)
     if isinstance(error, msgspec.ValidationError):

@@ -9,7 +9,7 @@ from typing import Any
 from asynchicache.cache import CacheStatistics
 from asynchicache.histograms import Distribution
 from asynchicache.integrations.serve.api import Api
-from asynchicache.integrations.serve.description import pool_bytes
+from asynchicache.pools.sizing import pool_bytes
 from asynchicache.types import MissReason, Tier
 
 PAGE = Path(__file__).with_name("dashboard.html")
@@ -44,6 +44,7 @@ def picture(api: Api, uptime: float) -> dict[str, Any]:
             "by_tier": {tier.name.lower(): served.hit_tokens[tier] for tier in Tier},
         },
         "reasons": {reason.value: served.reasons[reason] for reason in MissReason if served.reasons[reason]},
+        "memory_bytes": {tier.name.lower(): nbytes for tier, nbytes in statistics.memory_bytes.items()},
         "pools": _pools(api, statistics),
         "storage": {
             "name": api.storage,
@@ -89,6 +90,9 @@ def _pools(api: Api, statistics: CacheStatistics) -> dict[str, Any]:
             }
             for number, (tier, slots) in enumerate(zip(("device", "host"), tiers, strict=True))
         }
+        if name in statistics.host_bytes:  # of one memory for all: what it has now, and what it could have
+            host = pools[name]["host"]
+            host["most_bytes"], host["bytes"] = host["bytes"], statistics.host_bytes[name]
     return pools
 
 

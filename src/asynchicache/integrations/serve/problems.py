@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 from starlette.responses import Response
 
@@ -9,6 +11,10 @@ from asynchicache.errors import CapacityError, ClosedError, InvalidTokensError, 
 
 CLIENT_LEFT = 499
 """nginx's status for a client that closed its connection; for metrics only, never received."""
+
+
+_MOST_LOGGED = 200
+_QUOTED = re.compile(r"""(['"`]).{40,}?\1""")
 
 
 class ApiError(UsageError):
@@ -20,6 +26,7 @@ class ApiError(UsageError):
         param: path of the invalid field, such as `messages[0].role`.
         code: machine-readable code, such as `context_length_exceeded`.
         retry_after: seconds after which a retry may succeed.
+        rule: what the log says in place of a message that may quote the prompt.
     """
 
     def __init__(
@@ -30,12 +37,23 @@ class ApiError(UsageError):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        rule: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self._rule = rule
+
+    @property
+    def logged(self) -> str:
+        """The field and the rule, for the log: one bounded line, without anything long that a client sent."""
+        words = _QUOTED.sub(r"\1...\1", self._rule or str(self))
+        if self.param is not None and self.param not in words:
+            words = f"{self.param}: {words}"
+        words = "".join(one if one.isprintable() else "?" for one in words)
+        return words if len(words) <= _MOST_LOGGED else f"{words[: _MOST_LOGGED - 3]}..."
 
     def body(self) -> bytes:
         """`{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`"""

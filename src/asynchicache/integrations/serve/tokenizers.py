@@ -180,9 +180,8 @@ class CheckpointTokenizer:
         try:
             return self._render(conversation, conversation.messages, True)
         except UNFIT as error:
-            raise ApiError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
-            ) from error
+            rule = "the model's chat template refuses these messages"
+            raise ApiError(f"{rule}: {error}", param="messages", rule=rule) from error
 
     def repeated(self, conversation: Conversation, prompt: Sequence[int]) -> tuple[int, ...]:
         return repeated_lengths(prompt, conversation.messages, partial(self._render, conversation))
