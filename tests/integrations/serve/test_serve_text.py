@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.serve.loading import load_checkpoint
@@ -79,6 +82,34 @@ def test_what_is_no_text_is_shown_after_a_while() -> None:
     parts = pieces(CheckpointTokenizer(raw), [broken] * 20)
     assert "".join(parts) == "\ufffd" * 20
     assert any(parts[:10])
+
+
+def tokenizer_with_marks() -> PreTrainedTokenizerBase:
+    """A tokenizer whose tool-call marks are special tokens, in two ways to say so."""
+    tokenizer = copy.deepcopy(bpe_tokenizer())
+    tokenizer.add_special_tokens({"bos_token": "<s>", "pad_token": "<pad>"})
+    tokenizer.add_special_tokens({"extra_special_tokens": ["[TOOL_CALLS]", "<|end|>"]})
+    tokenizer.add_tokens(AddedToken("[ARGS]", special=True))
+    return tokenizer
+
+
+def test_marks_that_are_special_tokens_are_shown_and_the_ends_of_texts_are_not() -> None:
+    raw = tokenizer_with_marks()
+    stops = frozenset({raw.convert_tokens_to_ids("<|end|>")})
+    said = raw('<s>[TOOL_CALLS]price[ARGS]{"é": 1}</s><pad>[TOOL_CALLS]<|end|>')["input_ids"]
+    parts = pieces(CheckpointTokenizer(raw, stop_ids=stops), said, said[:3])
+    assert "".join(parts) == '[TOOL_CALLS]price[ARGS]{"é": 1}[TOOL_CALLS]'
+    assert parts[:3] == ["", "[TOOL_CALLS]", "p"]
+
+
+def test_the_space_that_begins_a_word_does_not_depend_on_marks_of_the_prompt() -> None:
+    raw = tokenizer_with_marks()
+    raw._tokenizer.decoder = decoders.Metaspace()
+    raw.add_tokens(["▁yes", "▁no"])
+    yes, no = raw.convert_tokens_to_ids(["▁yes", "▁no"])
+    tokenizer = CheckpointTokenizer(raw)
+    assert pieces(tokenizer, [yes, no], raw("</s>[ARGS]")["input_ids"]) == ["yes", " no", ""]
+    assert pieces(tokenizer, [yes, no], [no]) == [" yes", " no", ""]
 
 
 def test_a_template_is_used_and_its_refusal_is_told() -> None:
@@ -171,7 +202,8 @@ def test_tokens_without_text_are_not_decoded_again_and_again() -> None:
     lengths: list[int] = []
 
     class Counted:
-        chat_template = None
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
 
         def decode(self, tokens: Sequence[int], **options: Any) -> Any:
             lengths.append(len(tokens))

@@ -83,12 +83,12 @@ def load_checkpoint(
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model {str(folder)!r} cannot be loaded: {error}") from error
     model = model.to(torch.device(device)).eval()
-    defaults = model.generation_config
+    defaults, stop_ids = model.generation_config, _stop_ids(model)
     return LoadedModel(
         name=folder.resolve().name,
         model=model,
-        tokenizer=_byte_tokenizer(model) if as_bytes else _tokenizer(folder, template),
-        stop_ids=_stop_ids(model),
+        tokenizer=_byte_tokenizer(model) if as_bytes else _tokenizer(folder, template, stop_ids),
+        stop_ids=stop_ids,
         context=int(getattr(_text_config(model), "max_position_embeddings", 0) or 1 << 20),
         temperature=1.0 if defaults.temperature is None else float(defaults.temperature),
         top_p=1.0 if defaults.top_p is None else float(defaults.top_p),
@@ -105,7 +105,7 @@ def _byte_tokenizer(model: PreTrainedModel) -> ByteTokenizer:
     return ByteTokenizer(vocabulary)
 
 
-def _tokenizer(folder: Path, template: Path | None) -> CheckpointTokenizer:
+def _tokenizer(folder: Path, template: Path | None, stop_ids: frozenset[int]) -> CheckpointTokenizer:
     try:
         text = None if template is None else template.read_text("utf-8")
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -114,7 +114,7 @@ def _tokenizer(folder: Path, template: Path | None) -> CheckpointTokenizer:
             f"model {str(folder)!r}: its tokenizer cannot be loaded ({error}); save it beside the weights, "
             "or serve with --tokenizer bytes"
         ) from error
-    return CheckpointTokenizer(found, text)
+    return CheckpointTokenizer(found, text, stop_ids)
 
 
 def _stop_ids(model: PreTrainedModel) -> frozenset[int]:

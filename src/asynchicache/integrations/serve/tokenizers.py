@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -30,6 +30,7 @@ class Conversation(NamedTuple):
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 5  # prompt tokens decoded with the first answer tokens: they decide on a leading space
+_FRAME = ("bos", "eos", "pad", "cls", "sep")
 _LONGEST = 8  # most tokens of one character; a longer sequence without text never becomes text
 
 
@@ -154,17 +155,25 @@ class CheckpointTokenizer:
     Args:
         tokenizer: a transformers `PreTrainedTokenizerBase`.
         template: a Jinja chat template that replaces the tokenizer's own.
+        stop_ids: tokens that end a text. Answers show no text of them, nor of the tokenizer's tokens that
+            begin, end, separate or pad a text; but that of all other special tokens, such as the marks of
+            tool calls.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, template: str | None = None, stop_ids: frozenset[int] = frozenset()
+    ) -> None:
         self._tokenizer = tokenizer
-        self._template = template or tokenizer.chat_template
+        self._template = template
+        self._hidden = stop_ids | {getattr(tokenizer, f"{name}_token_id") for name in _FRAME}
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {*tokenizer.all_special_ids, *(token for token, one in added if one.special)}
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text)["input_ids"])
 
     def encode_chat(self, conversation: Conversation) -> list[int]:
-        if not self._template:
+        if not (self._template or self._tokenizer.chat_template):
             raise ApiError(
                 "this model's tokenizer has no chat template: use /v1/completions, "
                 "or start the server with --chat-template FILE",
@@ -201,7 +210,8 @@ class CheckpointTokenizer:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has them
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
-        return _SlidingDetokenizer(self._tokenizer, prompt[-_CONTEXT:])
+        context = [token for token in prompt[-_CONTEXT:] if token not in self._special]
+        return _SlidingDetokenizer(self._tokenizer, context, self._hidden)
 
 
 class _SlidingDetokenizer:
@@ -214,16 +224,19 @@ class _SlidingDetokenizer:
     all pending bytes again with every token, and drops the rest at the end of an answer.
     """
 
-    def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, context: Sequence[int], hidden: Set[int]) -> None:
         self._tokenizer = tokenizer
+        self._hidden = hidden
         self._tokens = list(context)
         self._start, self._read = 0, len(context)
 
     def push(self, token: int) -> str:
+        if token in self._hidden:
+            return ""
         self._tokens.append(token)
         text = self._unread()
         unread = len(self._tokens) - self._read
-        if not text and unread >= _LONGEST:  # such as a long run of end-of-text tokens
+        if not text and unread >= _LONGEST:  # such as a long run of ids that the tokenizer does not know
             del self._tokens[self._read :]
         if not text or (text.endswith(_REPLACEMENT) and unread < _LONGEST):
             return ""
@@ -240,5 +253,5 @@ class _SlidingDetokenizer:
         return self._decode(self._tokens[self._start :])[len(known) :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
