@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar, Self
 from urllib.parse import urlsplit
 
@@ -43,6 +44,7 @@ class ObjectOptions(BackendOptions, frozen=True):
         url: the bucket, and the prefix of every object's name.
         config: settings of the store by obstore's names: `endpoint`, `region`, `access_key_id`, ...
             Default: none; obstore then finds credentials as the cloud's own tools do.
+        ca_file: certificates to trust beside the system's, in PEM. Default: none.
         requests: maximum number of concurrent requests for pages, over all pools, and of lookups beside them.
             Default: 32.
         timeout_seconds: time limit of one attempt of a request. Default: 10.
@@ -56,6 +58,7 @@ class ObjectOptions(BackendOptions, frozen=True):
 
     url: str = ""
     config: Mapping[str, str] = {}
+    ca_file: str | None = None
     requests: Positive = 32
     timeout_seconds: FiniteSeconds = 10.0
     retries: Natural = 2
@@ -91,12 +94,20 @@ class ObjectOptions(BackendOptions, frozen=True):
             raise self.refused("url", self.url, _RULE)
         if self.config and self.scheme in ("file", "memory"):
             raise self.refused("config", sorted(self.config), f"has no effect with {self.scheme}://")
+        if self.ca_file is not None and self.scheme in ("file", "memory"):
+            raise self.refused("ca_file", self.ca_file, f"has no effect with {self.scheme}://")
+        if self.ca_file is not None and not _holds_certificates(Path(self.ca_file)):
+            raise self.refused("ca_file", self.ca_file, "must be a file of certificates in PEM")
 
     def __repr__(self) -> str:
         return f"ObjectOptions({self.url!r})"  # the settings may be secrets
 
 
 _INSTEAD = "http:// is allowed where endpoint says so, and deadlines are option timeout_seconds"
+
+
+def _holds_certificates(path: Path) -> bool:
+    return path.is_file() and "-----BEGIN CERTIFICATE-----" in path.read_text("utf-8", "replace")
 
 
 def _names_a_place(url: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from obstore.exceptions import (
@@ -31,6 +32,8 @@ _FULL = ("507 insufficient storage", "quotaexceeded", "quota exceeded", "storage
 """Status and codes of S3-compatible servers."""
 _CODE = re.compile("<Code>([A-Za-z]+)</Code>")
 """Where all three clouds say in one word what is wrong."""
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*(?:OtherError\(\s*)?)?([A-Za-z]+)")
+"""Where the TLS library says what it has against a certificate."""
 _ADDRESSES = ("endpoint", "base_url")
 """In the names of settings that may say `http://`; so does the Azure emulator's."""
 _LONGEST_CONNECT = timedelta(seconds=5)
@@ -59,13 +62,16 @@ def make_store(options: ObjectOptions) -> ObjectStore:
 
 def _remote(options: ObjectOptions) -> ObjectStore:
     patience = timedelta(seconds=options.timeout_seconds)
+    client: dict[str, Any] = {
+        "timeout": patience,
+        "connect_timeout": min(patience, _LONGEST_CONNECT),
+        "allow_http": _says_http(options.config),
+    }
+    if options.ca_file is not None:
+        client["root_certificate"] = Path(options.ca_file).read_text("utf-8", "replace")
     settings: dict[str, Any] = {
         "config": options.config,
-        "client_options": {
-            "timeout": patience,
-            "connect_timeout": min(patience, _LONGEST_CONNECT),
-            "allow_http": _says_http(options.config),
-        },
+        "client_options": client,
         "retry_config": {
             "max_retries": options.retries,
             "retry_timeout": patience,  # after this nothing is tried again
@@ -91,6 +97,9 @@ def summary(error: Exception) -> str:
     text = str(error) or type(error).__name__
     first = text.splitlines()[0].partition(": <?xml")[0]
     code = _CODE.search(text)
+    untrusted = _CERTIFICATE.search(text)
+    if untrusted:
+        return f"{first}: invalid certificate, {untrusted[1]}"
     return f"{first}: {code[1]}" if code else first
 
 
@@ -101,6 +110,8 @@ def advice(error: Exception) -> str:
     def says(signs: Iterable[str]) -> bool:
         return any(sign in everything for sign in signs)
 
+    if _CERTIFICATE.search(str(error)):
+        return f"its certificate is not trusted: name the authority that signed it in option ca_file ({text})"
     missing = f"no credentials were found: name them in option config, or as the cloud's tools do ({text})"
     if says(_METADATA):  # first, since some networks refuse requests to it
         return missing

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 
 from asynchicache.errors import StorageError
 from asynchicache.testing.backends import PoolUnderTest
 from asynchicache.types import Outcome
+from engines import executable
 from storage.listening import listening
 from storage.object_servers import FRAME_BYTES, bench_at
 
@@ -165,6 +169,37 @@ async def test_a_full_store_refuses_and_is_read(scheme: str, answer: bytes) -> N
         assert await bench.get(bench.keys(0), [6]) == [HIT]
 
         await recovers(store, bench)
+
+
+def certified(folder: Path) -> tuple[ssl.SSLContext, Path]:
+    """A server's certificate for 127.0.0.1, and that of the private authority that signed it."""
+
+    def openssl(*words: str) -> None:
+        subprocess.run([executable("openssl"), *words], cwd=folder, check=True, capture_output=True)
+
+    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=test")
+    openssl("req", "-x509", *new, "-days", "2", "-keyout", "ca.key", "-out", "ca.crt")
+    openssl("req", *new, "-keyout", "server.key", "-out", "server.csr")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1")
+    signed = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names", "-days", "2")
+    openssl("x509", "-req", "-in", "server.csr", *signed, "-out", "server.crt")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(folder / "server.crt", folder / "server.key")
+    return tls, folder / "ca.crt"
+
+
+async def test_a_store_of_a_private_authority(scheme: str, tmp_path: Path) -> None:
+    store = HostileStore(scheme)
+    tls, authority = certified(tmp_path)
+    async with listening(store.serve, tls) as store.port:
+        config = {name: text.replace("http:", "https:") for name, text in store.options["config"].items()}
+        options = {**store.options, "config": config, "retries": 0}
+        with pytest.raises(StorageError, match=r"certificate is not trusted: .*ca_file .*UnknownIssuer"):
+            async with bench_at(options):
+                pass
+        async with bench_at({**options, "ca_file": str(authority)}) as bench:
+            assert await bench.put(bench.keys(0), [0]) == [STORED]
+            assert await bench.get(bench.keys(0), [1]) == [HIT]
 
 
 @pytest.mark.parametrize("status", ["503 Slow Down", "429 Too Many Requests"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 
@@ -10,14 +11,14 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[object,
 
 
 @asynccontextmanager
-async def listening(serve: Serve) -> AsyncIterator[int]:
+async def listening(serve: Serve, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
     """Its port, while each connection is served by a task; closed in the end, with every connection."""
     clients: list[tuple[asyncio.StreamWriter, asyncio.Task[None]]] = []
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         clients.append((writer, asyncio.create_task(serve(reader, writer))))
 
-    server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=1 << 20)
+    server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=1 << 20, ssl=tls)
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
