@@ -17,6 +17,7 @@ from pathlib import Path
 from asynchicache.backends.file.folder import check_file
 from asynchicache.backends.reads import read_fully
 from asynchicache.errors import StorageError
+from asynchicache.failure_log import FailureLog
 from asynchicache.layouts import ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class BlockFile:
     def __init__(self, path: Path, *, read_only: bool, direct: bool) -> None:
         self.path = path
         self.direct = direct
+        self._failures = FailureLog(logger)
         self._descriptor: int | None = self._open(os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT)
 
     @property
@@ -79,7 +81,7 @@ class BlockFile:
         except OSError as error:
             if error.errno in _UNSUPPORTED:
                 return self._grow_sparse(size)
-            logger.warning("%s cannot grow: %s", self.path, error.strerror)
+            self._refused(error)
             self.truncate(start)  # frees the blocks of the failed preallocation
             return False
         return True
@@ -142,6 +144,9 @@ class BlockFile:
         try:
             self.truncate(size)
         except OSError as error:
-            logger.warning("%s cannot grow: %s", self.path, error.strerror)
+            self._refused(error)
             return False
         return True
+
+    def _refused(self, error: OSError) -> None:
+        self._failures.warning(error.errno, "%s cannot grow: %s", self.path, error.strerror)

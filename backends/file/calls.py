@@ -4,15 +4,12 @@ order of use.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from asynchicache.backends.file.store import PoolStore
 from asynchicache.types import Outcome
-
-logger = logging.getLogger(__name__)
 
 
 class SlotClaim(NamedTuple):
@@ -75,7 +72,9 @@ class PathCall:
         try:
             taken = self._store.take(len(fresh), self.own)
         except OSError as error:
-            logger.warning("no slots for %d pages: %s", len(fresh), error)
+            self._store.failures.warning(
+                "slots", "no slots for %d pages: %s", len(fresh), error, pages=len(fresh)
+            )
             self._refusal = Outcome.FAILED
         self._refused = set(fresh[len(taken) :])
         return dict(zip(fresh, taken, strict=False))

@@ -18,6 +18,7 @@ from asynchicache.backends.file.runs import PageMove, SlotRun, contiguous_moves
 from asynchicache.backends.file.store import PoolStore
 from asynchicache.backends.file.writer import WriteBatch
 from asynchicache.errors import ClosedError, UsageError
+from asynchicache.failure_log import FailureLog
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import Capabilities, PoolBinding
@@ -68,6 +69,7 @@ class _FilePages(NamedTuple):
     keys: Sequence[ObjectKey]
     slots: Sequence[int]  # of the binding
     outcomes: list[Outcome]
+    errors: list[OSError]  # of pages that were not moved
 
     def digest(self, move: PageMove) -> bytes:
         return self.keys[move.place].digest
@@ -104,6 +106,7 @@ class FileEngine:
         self._folder = folder
         self._store = store
         self._limits = limits
+        self._failures = FailureLog(logger)
         self._running: set[asyncio.Task[object]] = set()
         self._closing: asyncio.Future[None] | None = None
 
@@ -202,7 +205,7 @@ class FileEngine:
             return await self._port.run_blocking(work)
 
     def _get(self, call: PathCall, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        batch = _FilePages(keys, slots, [Outcome.MISS] * len(keys))
+        batch = _FilePages(keys, slots, [Outcome.MISS] * len(keys), [])
         found = {place: page for place, page in enumerate(self._store.pin(k.digest for k in keys)) if page}
         moves = sorted(PageMove(page.slot, place) for place, page in found.items())
         try:
@@ -214,6 +217,7 @@ class FileEngine:
         finally:
             self._store.unpin(move.slot for move in moves)
             call.end()
+        self._tell("read", batch)
         return batch.outcomes
 
     def _drop(self, damaged: Sequence[PageMove], batch: _FilePages) -> None:
@@ -243,9 +247,9 @@ class FileEngine:
     ) -> tuple[_FilePages, list[PageMove]]:
         """Claim slots for the pages that are not stored yet, and set the outcomes of the others."""
         if self._store.read_only or self._store.broken:
-            return _FilePages(keys, slots, [Outcome.REJECTED] * len(keys)), []
+            return _FilePages(keys, slots, [Outcome.REJECTED] * len(keys), []), []
         claim = call.claim(range(start, start + len(keys)))
-        batch = _FilePages(keys, slots, [Outcome.EXISTS] * len(keys))
+        batch = _FilePages(keys, slots, [Outcome.EXISTS] * len(keys), [])
         for place in claim.refused:
             batch.outcomes[place - start] = claim.refusal
         return batch, [PageMove(slot, place - start) for place, slot in claim.slots.items()]
@@ -260,11 +264,12 @@ class FileEngine:
             write.runs += self._runs(moves, batch)
             first = self._store.write(write, own)
         except OSError as error:
-            logger.warning("pool %s: %d pages are not durable: %s", self._binding.pool, len(moves), error)
+            self._warn("not durable", len(moves), error)
         else:
             for move, new in zip(write.written, first, strict=True):
                 batch.outcomes[move.place] = Outcome.STORED if new else Outcome.EXISTS
         finally:
+            self._tell("written", batch)
             kept = {move.slot for move in write.written} if write.may_be_named else set()
             self._store.release(move.slot for move in moves if move.slot not in kept)
 
@@ -281,7 +286,7 @@ class FileEngine:
         try:
             there = self._store.remove([key.digest for key in keys])
         except OSError as error:
-            logger.warning("pool %s: deleting %d pages: %s", self._binding.pool, len(keys), error)
+            self._warn("not deleted", len(keys), error)
             return [Outcome.FAILED] * len(keys)
         return [Outcome.HIT if was else Outcome.MISS for was in there]
 
@@ -298,23 +303,24 @@ class FileEngine:
         """
         moved: list[PageMove] = []
         while run.moves:
-            done, outcome = self._try(mover, run)
-            if not done and len(run.moves) > 1:  # find the page that fails
-                done, outcome = self._try(mover, run.cut(0, 1))
+            done, error = _try(mover, run)
+            if error is not None and len(run.moves) > 1:  # find the page that fails
+                done, error = _try(mover, run.cut(0, 1))
             moved += run.moves[:done]
-            if not done:
-                batch.outcomes[run.moves[0].place] = outcome
+            if error is not None:
+                batch.outcomes[run.moves[0].place] = _outcome(error)
+                batch.errors.append(error)
             run = run.cut(max(done, 1), len(run.moves))
         return moved
 
-    def _try(self, mover: Mover, run: SlotRun) -> tuple[int, Outcome]:
-        try:
-            return mover(run.slot, run.views), Outcome.HIT
-        except OSError as error:
-            logger.warning(
-                "pool %s: %d pages from slot %d: %s", self._binding.pool, len(run.moves), run.slot, error
-            )
-            return 0, _outcome(error)
+    def _tell(self, participle: str, batch: _FilePages) -> None:
+        """Log the errors of a hop, in one line."""
+        if batch.errors:
+            self._warn(f"not {participle}", len(batch.errors), batch.errors[0])
+
+    def _warn(self, what: str, count: int, error: OSError) -> None:
+        kind, message = (what, error.errno), "pool %s: %d pages are %s: %s"
+        self._failures.warning(kind, message, self._binding.pool, count, what, error, pages=count)
 
     def __repr__(self) -> str:
         index = self._store.index
@@ -322,6 +328,14 @@ class FileEngine:
             f"<FileEngine {self._binding.pool}: {len(index)} pages, {index.slots} slots, "
             f"{index.evicted} evicted, {self.corrupt} corrupt>"
         )
+
+
+def _try(mover: Mover, run: SlotRun) -> tuple[int, OSError | None]:
+    """How many pages of a run were moved; if none was, the error."""
+    try:
+        return mover(run.slot, run.views), None
+    except OSError as error:
+        return 0, error.with_traceback(None)  # its frames hold views of slots
 
 
 async def _all(hops: Sequence[asyncio.Future[list[Outcome]]]) -> list[Outcome]:

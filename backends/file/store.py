@@ -20,6 +20,7 @@ from asynchicache.backends.file.manifest import Manifest
 from asynchicache.backends.file.recovery import PageReader, recover
 from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.writer import GroupWriter, WriteBatch
+from asynchicache.failure_log import FailureLog
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class PoolStore:
         self.read_only = read_only
         self.unfinished = 0
         """Number of pages that a crash had torn, and that were dropped on opening."""
+        self.failures = FailureLog(logger)
         self._folder = folder
         self._budget = budget
         self._dependencies = dependencies or PoolDependencies()
@@ -269,7 +271,8 @@ class PoolStore:
             self._commits.erase(range(slots, last))
             self._shrink(slots)
         except OSError as error:
-            logger.warning("%s cannot give up %d slots: %s", self._folder, last - slots, error)
+            message, count = "%s cannot give up %d slots: %s", last - slots
+            self.failures.warning("shrink", message, self._folder, count, error, pages=count)
         return before - self.nbytes
 
     def close(self) -> None:
@@ -350,4 +353,5 @@ class PoolStore:
         try:
             self._erase_and_free(slots)
         except OSError as error:
-            logger.warning("%s: %d slots are lost for now: %s", self._folder, len(slots), error)
+            message, count = "%s: %d slots are lost for now: %s", len(slots)
+            self.failures.warning("lost", message, self._folder, count, error, pages=count)

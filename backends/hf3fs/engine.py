@@ -13,6 +13,7 @@ from asynchicache.backends.hf3fs.datafile import DataPath, Frame
 from asynchicache.backends.hf3fs.metadata.client import MetadataNamespace
 from asynchicache.backends.hf3fs.metadata.messages import Claim, SlotVersion
 from asynchicache.errors import ClosedError, StorageError
+from asynchicache.failure_log import FailureLog
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import Capabilities, PoolBinding
@@ -58,6 +59,7 @@ class Hf3fsEngine:
         self._namespace = namespace
         self._data = data
         self._writes = writes
+        self._failures = FailureLog(logger)
         self._calls: set[asyncio.Task[list[Outcome]]] = set()
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
@@ -125,7 +127,7 @@ class Hf3fsEngine:
         try:
             return await call()
         except StorageError as error:
-            logger.warning("%s: %s", self._namespace.name, error)
+            self._failures.warning(type(error), "%s: %s", self._namespace.name, error, pages=count)
             return [Outcome.FAILED] * count
 
     async def _get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
@@ -169,7 +171,8 @@ class Hf3fsEngine:
         try:
             dropped = await self._namespace.forget(claims)
         except StorageError as error:
-            logger.warning("%s: %d pages are unfit: %s", self._namespace.name, len(unfit), error)
+            message, count = "%s: %d pages are unfit: %s", len(unfit)
+            self._failures.warning("unfit", message, self._namespace.name, count, error, pages=count)
             return
         for place, gone in zip(unfit, dropped, strict=True):
             if outcomes[place] is Outcome.CORRUPT and not gone:
@@ -229,18 +232,16 @@ class Hf3fsEngine:
         try:
             return await self._namespace.confirm(claims)
         except StorageError as error:
-            logger.warning(
-                "%s: %d pages were written, but not shown: %s", self._namespace.name, len(claims), error
-            )
+            message, count = "%s: %d pages were written, but not shown: %s", len(claims)
+            self._failures.warning("not shown", message, self._namespace.name, count, error, pages=count)
             return ["lost"] * len(claims)
 
     async def _release(self, places: Sequence[SlotVersion]) -> None:
         try:
             await self._namespace.release(places)
         except StorageError as error:
-            logger.info(
-                "%s: %d slots stay reserved for a while: %s", self._namespace.name, len(places), error
-            )
+            message, count = "%s: %d slots stay reserved for a while: %s", len(places)
+            self._failures.warning("reserved", message, self._namespace.name, count, error, pages=count)
 
     async def _leave(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         """Put on a rank that does not write: another rank writes these pages."""

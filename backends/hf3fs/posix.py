@@ -11,6 +11,7 @@ from functools import partial
 
 from asynchicache.backends.hf3fs.datafile import DataFile, Frame
 from asynchicache.backends.reads import read_fully
+from asynchicache.failure_log import FailureLog
 from asynchicache.layouts import ALIGNMENT
 from asynchicache.storage.protocol import PoolBinding
 from asynchicache.types import Outcome
@@ -37,6 +38,7 @@ class PosixPath:
         self._binding = binding
         self._most = max(1, min(_MAX_FRAMES, _MAX_BYTES // file.frame_bytes))
         self._broken = False
+        self._failures = FailureLog(logger)
         self._syncing = threading.Lock()
         self._syncs_begun = self._synced_up_to = 0
 
@@ -60,26 +62,32 @@ class PosixPath:
     def _move(
         self, io: _FrameIo, frames: Sequence[Frame], *, whole: Outcome, short: Outcome
     ) -> list[Outcome]:
-        outcomes = [short] * len(frames)
+        outcomes, errors = [short] * len(frames), list[OSError]()
         for run in runs(frames, self._most):
             while run:
-                done, problem = self._try(io, [frames[place] for place in run], short)
+                done, problem = self._try(io, [frames[place] for place in run], short, errors)
                 if not done and len(run) > 1:  # retry one by one to find the failing frame
-                    done, problem = self._try(io, [frames[run[0]]], short)
+                    done, problem = self._try(io, [frames[run[0]]], short, errors)
                 for place in run[:done]:
                     outcomes[place] = whole
                 if not done:
                     outcomes[run[0]] = problem
                 run = run[max(done, 1) :]
+        if errors:
+            kind, count = (whole, errors[0].errno), len(outcomes) - outcomes.count(whole)
+            message, path = "%s: %d of %d pages cannot be moved: %s", self._file.path
+            self._failures.warning(kind, message, path, count, len(frames), errors[0], pages=count)
         return outcomes
 
-    def _try(self, io: _FrameIo, run: Sequence[Frame], short: Outcome) -> tuple[int, Outcome]:
+    def _try(
+        self, io: _FrameIo, run: Sequence[Frame], short: Outcome, errors: list[OSError]
+    ) -> tuple[int, Outcome]:
         """Return the number of frames that were moved completely, and the outcome of the next one."""
         views = [view for frame in run for view in self._views(frame)]
         try:
             return self._direct_or_not(io, views, self._file.offset(run[0].slot)), short
         except OSError as error:
-            logger.warning("%s: %d pages from slot %d: %s", self._file.path, len(run), run[0].slot, error)
+            errors.append(error.with_traceback(None))  # its frames hold views of slots
             return 0, Outcome.REJECTED if error.errno in _FULL else Outcome.FAILED
 
     def _preadv(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:

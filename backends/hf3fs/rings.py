@@ -12,6 +12,8 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asynchicache.failure_log import FailureLog
+
 logger = logging.getLogger(__name__)
 
 
@@ -47,6 +49,7 @@ class RingWorker:
         self._owned = memory is None
         self._shared = SharedMemory(create=True, size=size) if memory is None else memory
         self._waiting: set[int] = set()
+        self._failures = FailureLog(logger)
         try:
             if self._owned:
                 _reserve(self._shared)
@@ -146,7 +149,7 @@ class RingWorker:
         try:
             self._ring.submit()
         except OSError as error:  # the I/Os may run anyway
-            logger.warning("USRBIO submit: %s", error)
+            self._failures.warning("submit", "USRBIO submit: %s", error)
 
     def _collect(self, results: dict[int, int], now: Callable[[], float], end: float) -> None:
         """Collect results until all have arrived or time is up (a wait without results means time is up)."""
@@ -161,7 +164,7 @@ class RingWorker:
         try:
             done = self._ring.wait(**how)
         except OSError as error:
-            logger.warning("USRBIO wait: %s", error)
+            self._failures.warning("wait", "USRBIO wait: %s", error)
             return {}
         found = {view.base_off: view.result for view in done if view.base_off in self._waiting}
         self._waiting -= found.keys()

@@ -20,6 +20,7 @@ from asynchicache.backends.hf3fs.datafile import DataFile, Frame
 from asynchicache.backends.hf3fs.options import Hf3fsOptions
 from asynchicache.backends.hf3fs.rings import RingIo, RingWorker
 from asynchicache.errors import StorageError
+from asynchicache.failure_log import FailureLog
 from asynchicache.storage.protocol import PoolBinding
 from asynchicache.types import Outcome
 
@@ -93,6 +94,7 @@ class UsrbioPath:
         self._now = now
         self._shared = _shared_slots(binding) if options.zero_copy else None
         self._mount = _mount_of(usrbio, file)
+        self._failures = FailureLog(logger)
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._turns = threading.BoundedSemaphore(options.workers)
@@ -211,7 +213,8 @@ class UsrbioPath:
         """Results by the pieces' starts. Missing ones are still in flight."""
         results = worker.run(reading, self._file.fileno, pieces, self._now, self._options.io_seconds)
         while self._shared is not None and worker.in_flight and not self._stopped.is_set():
-            logger.warning("%s: %d I/Os take long", self._file.path, worker.in_flight)
+            message, count = "%s: %d I/Os take long", worker.in_flight
+            self._failures.warning("long", message, self._file.path, count, pages=count)
             results |= worker.await_late(self._options.io_seconds, self._now, self._stopped.wait)
         return results
 
@@ -224,7 +227,8 @@ class UsrbioPath:
             return Outcome.REJECTED
         if result >= 0 and reading:
             return Outcome.MISS  # the file ends there, or has a hole
-        logger.warning("%s: an I/O of %d bytes gave %d", self._file.path, size, result)
+        message = "%s: an I/O of %d bytes gave %d"
+        self._failures.warning("result", message, self._file.path, size, result)
         return Outcome.FAILED
 
     def _copy_in(self, worker: RingWorker, start: int, frame: Frame) -> None:
@@ -248,7 +252,7 @@ class UsrbioPath:
         try:
             return self._new_worker()
         except OSError as error:
-            logger.warning("%s: no USRBIO ring: %s", self._file.path, error)
+            self._failures.warning("ring", "%s: no USRBIO ring: %s", self._file.path, error)
             return None
 
     def _give_back(self, worker: RingWorker) -> None:

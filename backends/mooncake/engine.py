@@ -21,6 +21,7 @@ from asynchicache.backends.mooncake.slots import RegisteredSlots
 from asynchicache.backends.mooncake.store import MooncakeClient
 from asynchicache.backends.mooncake.writes import WritesInFlight
 from asynchicache.errors import ClosedError, StorageError
+from asynchicache.failure_log import FailureLog
 from asynchicache.hashing import ObjectKey
 from asynchicache.storage.protocol import Capabilities, PoolBinding
 from asynchicache.types import Outcome
@@ -66,6 +67,7 @@ class MooncakeEngine:
         self._lookups = lookups
         self._namespace = namespace
         self._writes = WritesInFlight()
+        self._failures = FailureLog(logger)
         self._running: set[futures.Future[Any]] = set()
         self._closing: futures.Future[None] | None = None
 
@@ -191,14 +193,17 @@ class MooncakeEngine:
 
     def _drop(self, damaged: Sequence[ObjectKey]) -> None:
         if damaged:
-            logger.warning("pool %s: %d damaged pages are removed", self._binding.pool, len(damaged))
+            message, count = "pool %s: %d damaged pages are removed", len(damaged)
+            self._failures.warning("damaged", message, self._binding.pool, count, pages=count)
             self._client.remove(self._names(damaged))
 
     def _log_failures(self, verb: str, codes: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         failed = [code for code, outcome in zip(codes, outcomes, strict=True) if outcome is Outcome.FAILED]
         if failed:
             reasons = {name_of(code): count for code, count in Counter(failed).items()}
-            logger.info("pool %s: %s of %d pages: %s", self._binding.pool, verb, len(codes), reasons)
+            message, pool = "pool %s: %s of %d pages: %s", self._binding.pool
+            kind, count = (verb, failed[0]), len(failed)
+            self._failures.warning(kind, message, pool, verb, len(codes), reasons, pages=count)
 
     def __repr__(self) -> str:
         return f"<MooncakeEngine {self._binding.pool}: {len(self._running)} calls running>"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -15,6 +17,7 @@ from asynchicache.backends.compute import over_page
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.stores import FAILURES, refuses_writes, summary
 from asynchicache.errors import ClosedError, StorageError
+from asynchicache.failure_log import FailureLog
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import Capabilities, PoolBinding
@@ -23,6 +26,8 @@ from asynchicache.types import Outcome
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_FAILURES: ContextVar[list[Exception]] = ContextVar("failures of the requests of one call")
 
 _CALL_BYTES = 64 << 20
 _MAX_PAGES = 128
@@ -68,6 +73,7 @@ class ObjectEngine:
         self._options = options
         self._over_page = partial(over_page, port, binding.page_bytes)
         self._frame_bytes = binding.header_bytes + binding.page_bytes
+        self._failures = FailureLog(logger)
         self._known: set[bytes] | None = None
         self._running: set[asyncio.Task[object]] = set()
         self.capabilities = Capabilities(
@@ -104,18 +110,21 @@ class ObjectEngine:
         return bytearray(await self._each(self._is_there, keys, turns=self._turns.lookups))
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        outcomes = await self._each(self._get, keys, slots)
+        with self._telling("get", keys):
+            outcomes = await self._each(self._get, keys, slots)
         damaged = [key for key, found in zip(keys, outcomes, strict=True) if found is Outcome.CORRUPT]
         self.corrupt += len(damaged)
         if damaged and not self._options.read_only:
-            await self._each(self._delete, damaged)
+            await self.delete(damaged)
         return outcomes
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        return await self._each(self._put, keys, slots)
+        with self._telling("put", keys):
+            return await self._each(self._put, keys, slots)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
-        return await self._each(self._delete, keys)
+        with self._telling("delete", keys):
+            return await self._each(self._delete, keys)
 
     async def clear(self) -> int:
         """
@@ -203,7 +212,7 @@ class ObjectEngine:
         except FileNotFoundError:
             outcome = Outcome.MISS
         except FAILURES as error:
-            outcome = self._failed("get", error)
+            outcome = _failed(error)
         if outcome is not Outcome.HIT:
             self._forget(key, outcome)
             return outcome
@@ -232,7 +241,7 @@ class ObjectEngine:
                 parts = [memoryview(b"".join(parts))]  # obstore would keep our memory instead of a copy
             await obstore.put_async(self._store, page_path(key), parts, use_multipart=False)
         except FAILURES as error:
-            failed = self._failed("put", error)
+            failed = _failed(error)
             return Outcome.REJECTED if refuses_writes(error) else failed  # pages can still be read
         if self._known is not None:
             self._known.add(key.digest)
@@ -247,7 +256,7 @@ class ObjectEngine:
         except FileNotFoundError:
             return Outcome.MISS
         except FAILURES as error:
-            return self._failed("delete", error)
+            return _failed(error)
         finally:
             self._forget(key, Outcome.MISS)
         return Outcome.HIT
@@ -256,12 +265,36 @@ class ObjectEngine:
         if self._known is not None and outcome is not Outcome.FAILED:
             self._known.discard(key.digest)
 
-    def _failed(self, verb: str, error: Exception) -> Outcome:
-        logger.warning("%s, pool %s: %s: %s", self._options.url, self._binding.pool, verb, summary(error))
-        return Outcome.FAILED
+    @contextmanager
+    def _telling(self, verb: str, keys: Sequence[ObjectKey]) -> Iterator[None]:
+        """Log in one line the failures of the requests that the body makes."""
+        failures: list[Exception] = []
+        outer = _FAILURES.set(failures)
+        try:
+            yield
+        finally:
+            _FAILURES.reset(outer)
+            if failures:
+                where, why, count = self._options.url, summary(failures[0]), len(failures)
+                self._failures.warning(
+                    (verb, type(failures[0])),
+                    "%s, pool %s: %s of %d pages, %d failed: %s",
+                    where,
+                    self._binding.pool,
+                    verb,
+                    len(keys),
+                    count,
+                    why,
+                    pages=count,
+                )
 
     def __repr__(self) -> str:
         return f"<ObjectEngine {self._binding.pool} at {self._options.url}: {self.corrupt} corrupt>"
+
+
+def _failed(error: Exception) -> Outcome:
+    _FAILURES.get().append(error)
+    return Outcome.FAILED
 
 
 async def _all_done(tasks: Sequence[asyncio.Task[T]]) -> None:

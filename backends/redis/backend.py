@@ -200,6 +200,8 @@ class RedisBackend:
             return StorageError(
                 f"{self._options.server} is part of a cluster ({reply.text}): give a server of its own"
             )
+        if reply.code == "NOAUTH":
+            return StorageError(f"{self._options.server} does not let us in: {reply.text}")
         advice = (
             "; is it a Sentinel? Give the server that it watches" if "unknown command" in reply.text else ""
         )

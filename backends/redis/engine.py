@@ -14,6 +14,7 @@ from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.pool import ConnectionPool
 from asynchicache.backends.redis.resp import ErrorReply, ProtocolError, RespReply, command, set_command
 from asynchicache.errors import ClosedError, StorageError
+from asynchicache.failure_log import FailureLog
 from asynchicache.hashing import ObjectKey
 from asynchicache.storage.protocol import Capabilities, PoolBinding
 from asynchicache.types import Outcome
@@ -89,7 +90,7 @@ class RedisEngine:
         self._delete_matching = delete_matching
         self._prefix = f"{options.namespace}:".encode()
         self._frame_bytes = binding.header_bytes + binding.page_bytes
-        self._told: set[str] = set()
+        self._failures = FailureLog(logger)
         self._group = -(-_GROUP_BYTES // self._frame_bytes)
         self._few = min(self._group, _FEW_PAGES) if binding.page_bytes <= _FEW_PAGE_BYTES else 0
         self._window = max(2, _WINDOW_BYTES // self._frame_bytes)
@@ -192,7 +193,9 @@ class RedisEngine:
         try:
             return await self._count(verb, keys)
         except StorageError as error:
-            logger.warning("pool %s: %s", self._binding.pool, error)
+            self._failures.warning(
+                (verb, type(error)), "pool %s: %s", self._binding.pool, error, pages=len(keys)
+            )
             return None
 
     def _bit(self, verb: bytes, reply: RespReply) -> int:
@@ -212,18 +215,24 @@ class RedisEngine:
     ) -> None:
         """Do `work` for each part of the batch on a connection of its own, while `turn` is held. Places that
         it does not reach keep their outcome."""
+        errors: list[OSError] = []
         try:
             async with self._deadline(), turn or nullcontext(), asyncio.TaskGroup() as group:
                 for places in split:
-                    group.create_task(self._part(verb, work, batch, places))
+                    group.create_task(self._part(errors, work, batch, places))
         except TimeoutError:
-            self._warn(verb, len(batch.keys), f"no end after {self._options.timeout_seconds:g} s")
+            late = f"no end after {self._options.timeout_seconds:g} s"
+            self._warn(verb, len(batch.keys), TimeoutError, late)
+        if errors:
+            self._warn(verb, batch.outcomes.count(Outcome.FAILED), type(errors[0]), _text(errors[0]))
 
-    async def _part(self, verb: str, work: _RedisWork, batch: _PageBatch, places: Sequence[int]) -> None:
+    async def _part(
+        self, errors: list[OSError], work: _RedisWork, batch: _PageBatch, places: Sequence[int]
+    ) -> None:
         try:
             await self._pool.run(lambda connection: work(connection, batch, places))
         except OSError as error:
-            self._warn(verb, len(places), _text(error))
+            errors.append(error)
 
     # In a thread:
 
@@ -290,10 +299,9 @@ class RedisEngine:
         return self._refused(reply, Outcome.REJECTED if reply.code in _REFUSALS else Outcome.FAILED)
 
     def _refused(self, reply: ErrorReply, outcome: Outcome) -> Outcome:
-        """`outcome`; the first refusal of a kind is logged."""
-        if reply.code not in self._told:
-            self._told.add(reply.code)
-            logger.warning("%s refuses, pool %s: %s", self._options.server, self._binding.pool, reply.text)
+        """`outcome`; refusals are logged."""
+        message, server = "%s refuses, pool %s: %s", self._options.server
+        self._failures.warning(reply.code, message, server, self._binding.pool, reply.text)
         return outcome
 
     # On the loop:
@@ -323,9 +331,9 @@ class RedisEngine:
             batch.outcomes[place] = Outcome.EXISTS
         return there is not None
 
-    def _warn(self, verb: str, count: int, reason: object) -> None:
-        server, pool = self._options.server, self._binding.pool
-        logger.warning("%s, pool %s: %s of %d pages: %s", server, pool, verb, count, reason)
+    def _warn(self, verb: str, count: int, kind: type[OSError], reason: str) -> None:
+        server, pool, message = self._options.server, self._binding.pool, "%s, pool %s: %s of %d pages: %s"
+        self._failures.warning((verb, kind), message, server, pool, verb, count, reason, pages=count)
 
     def __repr__(self) -> str:
         return f"<RedisEngine {self._binding.pool} at {self._options.server}: {self.corrupt} corrupt>"

@@ -13,6 +13,7 @@ import msgspec
 
 from asynchicache.backends.hf3fs.metadata import messages as m
 from asynchicache.errors import ConfigError, StorageError, StorageFormatError
+from asynchicache.failure_log import FailureLog
 from asynchicache.ports import Port
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class MetadataClient:
         self._seconds = seconds
         self._attempts = attempts
         self._http = _http_client(self.url, seconds)
+        self._failures = FailureLog(logger)
 
     async def open(self, name: str, slots: int, frame_bytes: int) -> m.Opened:
         """
@@ -99,7 +101,8 @@ class MetadataClient:
             except httpx.RequestError as error:
                 if attempts < 1:
                     raise UnansweredError(f"{path}: {error!r}") from error
-                logger.info("%s%s: %r; trying again", self.url, path, error)
+                message, level = "%s%s: %r; trying again", logging.INFO
+                self._failures.warning(type(error), message, self.url, path, error, level=level)
             await asyncio.sleep(pause * (0.5 + self._port.random.random()))
             pause *= 2
 

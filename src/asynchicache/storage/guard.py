@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 from asynchicache.errors import ClosedError, StorageError, UsageError
+from asynchicache.failure_log import FailureLog
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.breaker import BreakerState, CircuitBreaker
@@ -291,6 +292,7 @@ class GuardedPool:
         self._presence = PresenceCache(self._limits, shared=self._capabilities.shared, now=port.now)
         self._calls: dict[_RunningCall, None] = {}  # in the order they began
         self._watchers: list[tuple[frozenset[int], asyncio.Future[None]]] = []
+        self._failures = FailureLog(logger)
         self._counters = {
             kind.name: CallCounters(binding.page_bytes if kind.moves_pages else 0) for kind in ENGINE_CALLS
         }
@@ -685,7 +687,11 @@ class GuardedPool:
         tally = self._counters[kind.name]
         level = logging.WARNING if kind.feeds_breaker or not tally.errors else logging.DEBUG
         tally.errors += 1
-        logger.log(level, "pool %s: %s of %d pages failed: %r", self._binding.pool, kind.name, pages, error)
+        message = "pool %s: %s of %d pages failed: %r"
+        kind_of = (kind.name, type(error))
+        self._failures.warning(
+            kind_of, message, self._binding.pool, kind.name, pages, error, pages=pages, level=level
+        )
 
     def _record(
         self, kind: EngineCall, pages: int, answer: list[Outcome] | None, started: float
