@@ -284,3 +284,18 @@ def test_words_of_keys_are_all_64_bits() -> None:
     first, second = key_array([b"\xff" * 32]), key_array([b"\xff" * 28 + b"\x00\x00\x00\x80"])
     assert first == array("q", [-1] * 4)
     assert page_digests(first, 4) != page_digests(second, 4)
+
+
+@pytest.mark.asyncio
+async def test_a_state_that_found_no_host_slot_is_not_durable() -> None:
+    memory, store = paged(), MemoryStore()
+    options = config(host_slots={"kv": 32, "mamba": 1})
+    async with HybridCache.open(SPEC, options, engine=memory.memory, storage=MemoryBackend(store)) as cache:
+        await PagedEngine(cache, memory).serve(PROMPT)
+        async with cache.request(PROMPT) as waits, cache.request([7] * 8) as request:
+            assert waits.hit.tokens == WHOLE, "it keeps the only state on the host until it has loaded"
+            request.load(into={})
+            for told in (False, True):
+                await request.checkpoint(8, pages={"kv": [0, 1], "mamba": [0]})
+                assert await request.durable() is told
+                waits.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache import HybridCache, ModelSpec
+from asynchicache import HybridCache, ModelSpec, Request
 from asynchicache.backends.file.shape import SegmentShape
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.controller.digests import DIGESTS_A_TURN
@@ -269,5 +269,140 @@ def test_durable_ends_where_states_share_a_host_slot_and_windows_have_none(polic
                     await Engine(cache).compute(request, length)
                 async with asyncio.timeout(60.0):
                     assert not await request.durable(), "no window can get there"
+
+    run_seeded(1, main)
+
+
+# Whatever the request went through
+
+MODELS = pytest.mark.parametrize("pools", [("kv",), ("kv", "mamba"), ("kv", "mamba", "swa")])
+WHOLE = 40
+
+
+async def _in_chunks(request: Request, engine: Engine) -> None:
+    for length in (7, 12, 20, 33, WHOLE, WHOLE + 1):
+        await engine.compute(request, length)
+
+
+async def _suspended(request: Request, engine: Engine) -> None:
+    await engine.compute(request, WHOLE)
+    request.suspend(WHOLE + 1 if request.reserved > WHOLE else WHOLE)
+
+
+async def _matched_again(request: Request, engine: Engine) -> None:
+    await _suspended(request, engine)
+    request.rematch()
+
+
+async def _resumed(request: Request, engine: Engine) -> None:
+    await engine.compute(request, 20)
+    request.suspend(20)
+    request.rematch()
+    request.rest()
+    request.rematch()
+    await request.load()
+    await engine.compute(request, WHOLE)
+    request.suspend(WHOLE)
+
+
+async def _evicted(request: Request, engine: Engine) -> None:
+    await _suspended(request, engine)
+    await engine.cache.flush()
+
+
+LIVES = {
+    "chunks": _in_chunks,
+    "suspended": _suspended,
+    "matched again": _matched_again,
+    "resumed": _resumed,
+    "evicted": _evicted,
+}
+SHORT: dict[str, dict[str, int]] = {
+    "nothing": {},
+    "nothing, and it is written back": {},
+    "store": {},
+    "host pages": {"kv": 4},
+    "host states and windows": {"mamba": 0, "swa": 0},
+    "late storage": {},
+}
+
+
+@MODELS
+@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("short", SHORT)
+def test_durable_is_true_if_and_only_if_a_restart_restores_it(
+    pools: tuple[str, ...], life: str, short: str
+) -> None:
+    dirty = short == "nothing, and it is written back"
+
+    async def main(world: SeededWorld) -> None:
+        spec, store = synthetic_spec(4, pools, window_pages=2), MemoryStore()
+        policy = WritePolicy.WRITE_BACK if dirty else WritePolicy.WRITE_THROUGH
+        size: dict[str, object] = {"device_slots": dict.fromkeys(pools, 60), "write_policy": policy}
+        options = config(**size, host_slots={name: SHORT[short].get(name, 60) for name in pools})
+        faults = Faulty(MemoryBackend(store), FaultRates(), world.random)
+        if short == "store":
+            faults.rates = FaultRates(fail=1.0, calls=("put",))
+        attached = None if short == "late storage" else faults
+        async with world.open_cache(spec, options, storage=attached) as cache:
+            async with cache.request([*PROMPT, 7]) as request:
+                await request.load()
+                await LIVES[life](request, Engine(cache))
+                if short == "late storage":
+                    assert not await request.durable()
+                    await cache.attach_storage(faults)
+                told = await request.durable()
+            assert cache.verify() == []
+            # Before the first one closes, which writes what it can.
+            async with world.open_cache(spec, config(**size), storage=MemoryBackend(store)) as other:
+                assert told is (await restored(other, PROMPT) == WHOLE)
+        gone = life == "evicted" and (dirty or short == "late storage")
+        fits = short not in ("store", "host pages") and not set(pools).intersection(SHORT[short])
+        assert told is (fits and not gone)
+
+    run_seeded(1, main)
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_state_that_found_no_slot_is_not_durable(final: bool) -> None:
+    """Another request holds the only other one, so that this checkpoint keeps pages alone."""
+
+    async def main(world: SeededWorld) -> None:
+        options = config(device_slots={"kv": 40, "mamba": 2}, host_slots={"kv": 40, "mamba": 9})
+        async with world.open_cache(SPEC, options, storage=MemoryBackend(MemoryStore())) as cache:
+            async with cache.request([1] * 8) as other, cache.request(PROMPT) as request:
+                await other.load()
+                await other.reserve(8)
+                await request.load()
+                await Engine(cache).compute(request, 20)
+                assert not await request.durable()
+                if final:  # hands its own state over
+                    request.extend(20)
+                    Engine(cache).write(request, 20, 40)
+                    await request.checkpoint(40, final=True)
+                    assert await request.durable()
+                    return
+                request.extend(21)
+                request.append([7])
+                await request.snapshot(40)  # no slot either
+                request.suspend(41)
+                assert not await request.durable()
+
+    run_seeded(1, main)
+
+
+def test_what_rests_was_matched_and_storage_is_asked_for_it() -> None:
+    async def main(world: SeededWorld) -> None:
+        faults = Faulty(MemoryBackend(MemoryStore()), FaultRates(fail=1.0, calls=("put",)), world.random)
+        async with world.open_cache(SPEC, config(**ROOMY), storage=faults) as cache:
+            assert not await published(cache, PROMPT)
+            async with cache.request([*PROMPT, 7]) as request:
+                request.rest()
+                assert not await request.durable()
+                await asyncio.sleep(60)
+                faults.rates = FaultRates()
+                assert await request.durable()
+                assert cache.verify() == []
+                assert request.rematch().tokens == WHOLE
 
     run_seeded(1, main)

@@ -323,7 +323,7 @@ def test_what_failed_to_come_is_in_quarantine() -> None:
     assert sim.planner.state.free[FULL_DEVICE].quarantined == 4
     assert sim.planner.publish(request, 8) == [], "what it stood on is gone"
     assert request.poisoned
-    assert request.unpublished
+    assert request.published.lost
     sim.close(request)
     sim.settle()
     sim.verify()

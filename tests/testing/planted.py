@@ -399,12 +399,13 @@ def tail_is_stored_as_the_page_of_another(patch: Patch) -> None:
 
 @bug
 def durable_forgets_tails(patch: Patch) -> None:
-    ends = Planner.published_ends
+    promise = Planner.promise
 
     def whole(self: Planner, request: RequestState) -> Any:
-        return [node for node in ends(self, request) if not node.tail]
+        request.published.tail = 0
+        return promise(self, request)
 
-    patch.setattr(Planner, "published_ends", whole)
+    patch.setattr(Planner, "promise", whole)
 
 
 # States and windows

@@ -675,7 +675,7 @@ class Request:
         if self._publishes(state):
             copies = self._planner.publish(state, length, final=final)
         else:
-            copies, state.unpublished = [], True
+            copies, state.published.lost = [], True
         ticket = self._copy_states(state, copies)
         self._retire(state, length, after)
         return ticket
@@ -752,26 +752,32 @@ class Request:
         self._check_reached("suspend", before, length, states=self._uses_states(before, length, final=True))
         resumed = self._planner.reopen(before)
         published = before.borrowed * self._planner.state.page_size
-        if before.snapshots and published < before.snapshot_tokens < length:
+        if before.states and published < before.snapshot_tokens < length:
             self.checkpoint(before.snapshot_tokens, after=after)
         self.checkpoint(length, after=after, final=True)
-        resumed.unpublished, resumed.published = before.unpublished, before.published
         self._state = resumed
         self._free(before, after)
         self._planner.rematch(resumed, prefetched=False)
         self._planner.rest(resumed)
 
     async def durable(self) -> bool:
-        """Wait until all published pages are in storage, and any clear that might remove them has ended.
+        """Wait until storage has the prefix that the request published, and any clear that might remove it
+        has ended; then ask storage.
+
+        The prefix is that of the last checkpoint, or the match if that is longer, whatever the request went
+        through since: `suspend`, `rest`, `rematch`, eviction. It is what a restart could restore: the whole
+        pages, with `tails` the page that a finished request ended in, and the window and the states of the
+        last checkpoint that had states to keep (at a whole number of pages, or a snapshot). Windows of
+        earlier checkpoints are written too, as far as memory has them.
 
         Returns:
-            False if there is no storage, if it refuses, or if a checkpoint could not be published after a
-            device failure.
+            True if storage was asked and has all of it. False if there is no storage, or it refuses, or does
+            not answer; if a page, window or state found no room in a tier above it; if a checkpoint could not
+            be published, because the device had failed or the weights had changed; or if no checkpoint of a
+            model with states had any, so that nothing could be restored.
         """
         state = self._in_use()
         await self._executor.checkpoint()
-        if self._planner.state.host_only and not self._planner.engine.hold(state):
-            return False
         return await self._controller.storage_writer.durable(state)
 
     def _checked(self, verb: str, length: int) -> tuple[RequestState, int]:

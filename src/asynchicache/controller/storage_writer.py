@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from asynchicache.controller.digests import complete_digests
+from asynchicache.controller.digests import complete_digests, sliced_digests
 from asynchicache.controller.executor import Executor
 from asynchicache.controller.presence_queries import PresenceQueries
 from asynchicache.controller.storage_pools import SLICE_PAGES, AttachedStorage, Presence, StoragePools, linger
@@ -16,6 +16,7 @@ from asynchicache.controller.write_budget import WriteBudget
 from asynchicache.errors import UsageError
 from asynchicache.planner.actions import StorageWrite
 from asynchicache.planner.planner import Planner
+from asynchicache.planner.promises import Promise
 from asynchicache.planner.request_state import RequestState
 from asynchicache.storage.limits import BatchResult
 from asynchicache.tracing import Tracer
@@ -222,17 +223,23 @@ class StorageWriter:
             if safe:  # else the slots stay locked: a late read would store new content under these keys
                 self._backups.finish(work)
 
-    async def confirm(self, node: Node, earlier: Sequence[Node] = ()) -> bool | None:
-        """Whether storage has everything marked stored on the path to `node`; None without an answer.
+    async def confirm(
+        self, node: Node, earlier: Sequence[Node] = (), promise: Promise | None = None
+    ) -> bool | None:
+        """Whether storage has everything marked stored on the path to `node`, and all that `promise` needs;
+        None without an answer.
 
         Clears the marks of lost pages, so that they are written again.
         """
         forgotten = self._backups.forgotten
         digests, claims = self._backups.pages_marked_stored(node, earlier)
         with self._backups.noting_writes() as written:
+            if promise is not None:
+                digests = await self._with_promised(digests, promise)
+                claims = _both(claims, promise.needed)
             found = [await self._ask(component_id, digests, pages) for component_id, pages in claims.items()]
-        if self._backups.forgotten != forgotten:
-            return False  # all marks were cleared meanwhile
+        if self._backups.forgotten != forgotten or self.clearing:
+            return False  # all marks were cleared meanwhile, or will be: what is there may be gone then
         there = True
         for (component_id, pages), (flags, reason) in zip(claims.items(), found, strict=True):
             if reason is not MissReason.NONE:
@@ -242,6 +249,12 @@ class StorageWriter:
                 self._backups.unmark(node, component_id, answers, written=written)
                 there = False
         return there
+
+    async def _with_promised(self, digests: list[bytes], promise: Promise) -> list[bytes]:
+        """The digests of all pages of a promise, given those that are in memory."""
+        size = self._state.tree.page_size
+        rest = memoryview(promise.words)[len(digests) * size : promise.pages * size]
+        return digests + await sliced_digests(rest, size, digests[-1] if digests else promise.seed)
 
     async def _ask(self, component_id: int, digests: Sequence[bytes], pages: Sequence[int]) -> Presence:
         if isinstance(pages, range):
@@ -258,38 +271,42 @@ class StorageWriter:
             self.store(node)
 
     async def durable(self, request: RequestState) -> bool:
-        """Wait until everything that a request published is in storage.
+        """Wait until storage has what a request published; see `Request.durable`.
 
         Waits only for work in flight on the request's own path. Storage is asked before returning True.
         Pages that it has lost, or that were not written for lack of room, are written once more.
-
-        Returns:
-            False if some pages cannot be stored, a checkpoint could not be published, or its state, window or
-            tail lost its place in memory before it was written.
         """
-        *earlier, last = self._planner.published_ends(request)
+        promise = self._planner.promise(request)
+        *earlier, last = self._planner.published_ends(request, promise)
         self._awaited[last] += 1
         try:
-            for _ in range(2):  # what storage has lost is written anew once
-                for node in (*earlier, last):
-                    if not await self._path_written(request, node):
+            with self._state.keeping(last):  # a wait is not overtaken by eviction, if the request rests
+                for _ in range(2):  # what storage has lost is written anew once
+                    written = True
+                    for node in (*earlier, last):
+                        written = await self._path_written(node) and written
+                    if not self._storage or self._executor.stopped or request.published.lost:
                         return False
-                if any(map(_removed, earlier)):  # while a later one was written
-                    return False
-                there = await self.confirm(last, earlier)
-                if there or there is None:
-                    # A state that lost its slot before it was written cannot be resumed after a restart.
-                    return bool(there) and all(map(self._backups.can_resume, request.resumable))
+                    there = await self._has(promise, last, earlier)
+                    if there is not False or not written:
+                        return bool(there) and promise.resumable and not request.published.lost
             return False
         finally:
             self._awaited[last] -= 1
             self._awaited += Counter()  # drops what is no longer awaited
+            self._executor.notify()
 
-    async def _path_written(self, request: RequestState, node: Node) -> bool:
+    async def _has(self, promise: Promise, last: Node, earlier: Sequence[Node]) -> bool | None:
+        """Whether storage says that it has what is promised; None without an answer."""
+        with self._executor.busy():  # who waits for room that this wait keeps must not give up
+            await complete_digests(self._state.tree, last)
+            return await self.confirm(last, earlier, promise)
+
+    async def _path_written(self, node: Node) -> bool:
         """Wait until the path to `node` is marked stored, with the window and state that its end needs."""
         tried = waits = False
         try:
-            while self._storage and not (request.unpublished or self._executor.stopped or _removed(node)):
+            while self._storage and not (self._executor.stopped or _removed(node)):
                 if waits and self._backups.failures[node] >= _URGENT_WRITES:
                     return False  # parts that evict each other would be copied and written for ever
                 if self.clearing or self._backups.in_flight(node):
@@ -404,6 +421,18 @@ class StorageWriter:
             self.clearing -= 1
             self._backups.forget_stored()  # also after a failure: it may have removed some pages
             self._executor.notify()
+
+
+def _both(
+    marked: Mapping[int, Sequence[int]], promised: Mapping[int, Sequence[int]]
+) -> dict[int, Sequence[int]]:
+    """By component, the numbers of pages that are in either."""
+    claims = dict(marked)
+    for component_id, pages in promised.items():
+        before = claims.get(component_id, ())
+        if pages or before:
+            claims[component_id] = pages if set(before) <= set(pages) else sorted({*before, *pages})
+    return claims
 
 
 def _removed(node: Node) -> bool:

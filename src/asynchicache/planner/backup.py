@@ -345,14 +345,6 @@ class BackupPlanner:
             node = node.parent
         return not node.pages  # a node cut off by eviction: unknown
 
-    def can_resume(self, node: Node) -> bool:
-        """Whether storage has the windows and states that a prefix ending at `node` needs."""
-        return all(
-            part.stored >> component.id & 1
-            for component in self._tree.components
-            for part in component.needs(node)
-        )
-
     def digests_to_touch(self, ends: Iterable[Node]) -> dict[int, list[bytes]]:
         """Digests of stored pages on the used paths, in the order in which an engine should touch them.
 

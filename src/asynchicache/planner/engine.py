@@ -31,6 +31,7 @@ class EnginePlanner:
         self._state = state
         self._tree = state.tree
         self._backups = backups
+        self._states = [state.names[one.id] for one in state.tree.components if not one.paged]
         self._loading: set[tuple[str, int]] = set()  # pages that loads in flight write
 
     def check(self, pages: NamedPages, longest: int, *, written: bool) -> None:
@@ -182,7 +183,7 @@ class EnginePlanner:
             UsageError: as `check`.
         """
         self.check(named, pages, written=False)
-        request.unpublished |= not usable
+        request.published.lost |= not usable
         if not usable:
             return []
         if not states:
@@ -203,7 +204,9 @@ class EnginePlanner:
                 batch += self._others(end, numbers, kept)
         finally:
             state.unlock(kept)
-        request.published.add(pages)
+        request.published.pages.add(pages)
+        if states and all(pages - 1 in numbers.get(name, ()) for name in self._states):
+            request.published.resumable = max(request.published.resumable, pages)
         state.bound_hint(request, end.end)
         tree.published(end, request.lease.credit, fresh=end is not above)
         state.keep(request, end)
@@ -290,19 +293,6 @@ class EnginePlanner:
                 self._tree.supersede(end, component.id)
         publishes = self._backups.last_due(end)
         return [Copy(Direction.BACKUP, transfers, tier_copy, publishes=publishes)]
-
-    def hold(self, request: RequestState) -> bool:
-        """Lock what a request has published, so that a wait for its storage is not overtaken by eviction.
-
-        Returns:
-            Whether all that it was to publish is in memory: there was room, and it was not evicted since.
-        """
-        pages = max(request.published, default=0)
-        node = self._tree.known_end(request.tokens, request.seed, pages)
-        before = request.lease
-        request.lease = self._tree.lease(node, before.credit)
-        before.close()
-        return node.end == pages
 
 
 def miss_all(request: RequestState) -> None:

@@ -21,6 +21,7 @@ from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.planner.load import LoadPlanner, by_place
 from asynchicache.planner.options import CLEAN_SHARE, WRITE_POLICY
 from asynchicache.planner.prefetch import PrefetchPlanner
+from asynchicache.planner.promises import Promise, promise_of
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.planner.tail_ends import TailPlanner
@@ -155,6 +156,7 @@ class Planner:
         if before.hint.halves:
             request.lease.credit = before.lease.credit
         request.known_pages = before.known_pages
+        request.published = before.published
         return request
 
     def _credit(self, tokens: array[int], seed: bytes, match: Match, hint: CacheHint) -> tuple[float, int]:
@@ -404,11 +406,12 @@ class Planner:
         of pages, or final and a tail. The caller guarantees that a forward ended there. `final`: the request
         computes nothing more, so the tree takes the working state itself, without a copy or another slot.
         """
+        published = request.published
         if request.epoch != self._tree.epoch:
-            request.unpublished = True  # its pages are of other weights than those served now
+            published.lost = True  # its pages are of other weights than those served now
             return []
         if request.lease.node.residency[FULL_DEVICE] == ABSENT:
-            request.unpublished = True  # a failed load took the prefix away
+            published.lost = True  # a failed load took the prefix away
             return []
         pages = length // self.state.page_size
         if pages < request.borrowed:
@@ -421,8 +424,10 @@ class Planner:
         self.windows.handed_over(request, offers, result)
         request.duplicates += result.duplicates
         request.borrowed = pages
-        if self._tree.windows:
-            request.published.add(pages)
+        published.pages.add(pages)
+        published.tail = 0
+        if length % self.state.page_size == 0:
+            published.resumable = max(published.resumable, pages)
         for node in result.filled:
             node.hits = max(node.hits, 1)  # it may already be on the host with hits: the count never falls
         self.backups.count_seen(request, pages)
@@ -433,20 +438,20 @@ class Planner:
         else:
             copy = self._publish_states(request, result.node, length)
         forks = [] if copy is None else [copy]
-        ends = [end := result.node]
+        end = result.node
         if self.state.tails:
             tail, fork = self.ends.publish(request, end, length, final=final)
             if tail is not None and final:
                 tail.hits = max(tail.hits, 1)
                 self._give_states(request, tail, tail.end * self.state.page_size)
-                ends.append(tail)
+                self.state.keep(request, tail)
                 end = tail if self.backups.due(tail) else end
+            if self.ends.stores(request, length, tail, final=final):
+                published.tail = length % self.state.page_size
             if tail is not None and fork is not None:
                 forks += self._publish_copied_tail(request, tail, fork)
             self.ends.set_last_tail(request, end, tail)
-        for node in ends:
-            self.state.keep(request, node)
-        request.resumable = [node for node in ends if self._tree.restorable(node)]
+        self.state.keep(request, result.node)
         due = self.backups.last_due(end)
         if due is None or (copy is not None and due is end):  # else once the state has arrived
             return forks
@@ -460,23 +465,24 @@ class Planner:
         fork.publishes = tail if self.backups.due(tail) else None
         return [fork] if states is None else [states, fork]
 
-    def published_ends(self, request: RequestState) -> list[Node]:
+    def promise(self, request: RequestState) -> Promise:
+        """What `durable` vouches for."""
+        return promise_of(request, self._tree)
+
+    def published_ends(self, request: RequestState, promise: Promise) -> list[Node]:
         """The ends of the request's checkpoints that can be resumed from memory, first to last, and then the
-        end of its path: that of its whole pages, and if it is finished, the tail behind them.
+        end of what memory has of its promise.
 
         Each checkpoint has a window of its own; the last window does not include the earlier ones.
         """
-        node = request.lease.node
-        ends = [node]
-        while (above := node.parent) is not None:
-            if node.end in request.published and node is not ends[0] and self._tree.restorable(node):
+        last = node = self._tree.known_end(promise.words, promise.seed, promise.pages)
+        ends = [last]
+        while (above := node.parent) is not None and self._tree.windows:
+            kept = node.end in request.published.pages and not node.tail
+            if kept and node is not last and self._tree.restorable(node):
                 ends.append(node)
             node = above
-        ends.reverse()
-        tail = request.last_tail
-        if request.finished and tail is not None and tail.parent is ends[-1] and tail.hits:
-            ends.append(tail)
-        return ends
+        return ends[::-1]
 
     def _give_states(self, request: RequestState, node: Node, length: int) -> None:
         """Hand the working states over to `node`, for components where it has none."""
@@ -544,7 +550,7 @@ class Planner:
         """Forget all pages, because the weights change: requests that hold some publish nothing more."""
         self._tree.reset()
         for request in self.state.requests:
-            request.unpublished |= request.loaded
+            request.published.lost |= request.loaded or bool(request.published.pages)
         self.flush()
         for node in self._tree.nodes():  # in use for now, and of no use to later requests
             node.keep = None

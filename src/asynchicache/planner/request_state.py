@@ -44,6 +44,24 @@ class RetiredPages:
 
 
 @dataclass(slots=True, eq=False)
+class Published:
+    """What the checkpoints of a request published; it stays the same when the request is suspended.
+
+    Attributes:
+        pages: the page counts of its checkpoints.
+        resumable: the page count of the longest one that had states to keep, whether there was room or not.
+        tail: tokens behind the whole pages of the last one, if the tree took them as the end of an answer.
+        lost: a checkpoint was not published, because the device or the load had failed, the weights had
+            changed, or the client asked for it.
+    """
+
+    pages: set[int] = field(default_factory=set)
+    resumable: int = 0
+    tail: int = 0
+    lost: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class RequestState:
     """The tokens of a request and the device slots that hold their pages and states.
 
@@ -86,10 +104,7 @@ class RequestState:
         resting: it holds nothing for now, so no other request waits for it.
         poisoned: a copy for it failed, so its own slots must not be reused.
         closed: the request is over; copies may still keep its slots.
-        published: for models with windows, the page counts of its checkpoints.
-        unpublished: a checkpoint was not published, because the device or the load had failed.
-        resumable: where its last checkpoint ended and was published with all that a later prompt needs to go
-            on there.
+        published: what its checkpoints published.
         epoch: of the tree, when its prefix was matched last.
         written: by who says so, up to which token pages were written, and of which length its working states
             are, if it has any. Empty for an engine that does not say.
@@ -135,9 +150,7 @@ class RequestState:
     resumed: bool = False
     resting: bool = False
     poisoned: bool = False
-    published: set[int] = field(default_factory=set)
-    unpublished: bool = False
-    resumable: list[Node] = field(default_factory=list)
+    published: Published = field(default_factory=Published)
     epoch: int = 0
     written: dict[object, tuple[int, int | None]] = field(default_factory=dict)
     finished: bool = False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
@@ -491,6 +492,17 @@ class CacheState:
     def unlock(self, locks: Locks) -> None:
         self.locked[:] = [other for other in self.locked if other is not locks]
         self.tree.unlock_all(locks)
+
+    @contextmanager
+    def keeping(self, node: Node) -> Iterator[None]:
+        """During the body, keep the path to `node` and what a prefix needs there, where they are."""
+        lease = self.tree.lease(node)
+        self.locked.append(lease.locked)
+        try:
+            yield
+        finally:
+            self.locked[:] = [other for other in self.locked if other is not lease.locked]
+            lease.close()
 
     def give_back(self, place: SlotPlace, slots: list[int], *, poisoned: bool) -> None:
         """Free slots, unless a failed device may still write to them."""

@@ -49,7 +49,7 @@ class TailPlanner:
             )
             if final or not complete:
                 return (self._hand_over(request, node, length) if final and complete else None), None
-            if length not in request.hint.repeats or not self.keeps_states_inside:
+            if not self._repeats(request, length):
                 return None, None
         found = tails.find(self._tree, node, request.tokens, length)
         known = found if found is not None and found.tokens == count else None
@@ -63,6 +63,16 @@ class TailPlanner:
             tails.use(self._tree, known, request.lease.credit)
             return (known.node if known.node.tail == count else None), None
         return self._fork(request, node, length)
+
+    def stores(self, request: RequestState, length: int, tail: Node | None, *, final: bool) -> bool:
+        """Whether storage is to have the end of a checkpoint that gave `tail`: that of a finished request, or
+        one with states, whether there was room for it or not."""
+        if final or not self._states:
+            return final and tail is not None
+        return bool(length % self._state.page_size) and self._repeats(request, length)
+
+    def _repeats(self, request: RequestState, length: int) -> bool:
+        return length in request.hint.repeats and self.keeps_states_inside
 
     def _hand_over(self, request: RequestState, node: Node, length: int) -> Node:
         """Give the last page of a request to the tree, unless it has one with the same tokens there."""

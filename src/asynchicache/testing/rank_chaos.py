@@ -35,6 +35,7 @@ from asynchicache.ranks.worker import RankWorker
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.streams.emulated import EmulatedDevice
+from asynchicache.testing.chaos.clients import resumable_tokens
 from asynchicache.testing.chaos.ledger import Ledger, error_text
 from asynchicache.testing.chaos.paged import GARBAGE, ChaosBlocks
 from asynchicache.testing.chaos.run import collection_watched, warnings_watched
@@ -70,16 +71,6 @@ class RankSlots(NamedTuple):
     digests: list[bytes]
     first: int = 0
     last: int | None = None
-
-
-def resumable_tokens(request: Request, page_size: int) -> int:
-    """The most tokens of a request behind which a later prompt can go on, by its last checkpoint."""
-    state = request._state  # noqa: SLF001 - the harness looks inside
-    ends = state.resumable if state is not None else []
-    return max(
-        ((node.end - 1) * page_size + node.tail if node.tail else node.end * page_size for node in ends),
-        default=0,
-    )
 
 
 class RankMirror:

@@ -40,6 +40,10 @@ class Component(Protocol):
         """The nodes whose slots are kept for a prefix that ends at `node`, the last one first."""
         ...
 
+    def first_page(self, end: int, *, inside: bool) -> int:
+        """The first page that a prefix of `end` pages needs; `inside`: it ends inside the last of them."""
+        ...
+
     def nearest(self, node: Node) -> Tier | None:
         """The nearest tier that has the node's own slots, as `tier` counts."""
         ...
@@ -82,6 +86,9 @@ class StateComponent(_Places):
 
     keeps = needs
 
+    def first_page(self, end: int, *, inside: bool) -> int:
+        return max(end - 1, 0)
+
 
 class WindowComponent(_Places):
     """A sliding window: the last `pages` pages before the end, or all of a shorter prefix.
@@ -103,7 +110,10 @@ class WindowComponent(_Places):
 
     def first(self, node: Node) -> int:
         """The first page that a prefix ending at `node` needs."""
-        return max(node.end - (node.tail > 0) - self.pages, 0)
+        return self.first_page(node.end, inside=node.tail > 0)
+
+    def first_page(self, end: int, *, inside: bool) -> int:
+        return max(end - inside - self.pages, 0)
 
     def first_kept(self, node: Node) -> int:
         """The first page that is kept for a prefix ending at `node`."""

@@ -40,6 +40,15 @@ class PoolSlots(NamedTuple):
     last: int | None = None
 
 
+def resumable_tokens(request: Request, page_size: int) -> int:
+    """The tokens of a request behind which a later prompt can go on, if `durable` is True."""
+    state, planner = request._state, request._planner  # noqa: SLF001 - the kit looks inside
+    if state is None:
+        return 0
+    promise = planner.promise(state)
+    return (promise.end - 1) * page_size + promise.tail if promise.tail else promise.end * page_size
+
+
 class ChaosEngine:
     """Serves requests on one cache.
 
@@ -134,12 +143,10 @@ class ChaosEngine:
             return
         with self._promises.waiting() as gone:
             if await request.durable() and self._device.error is None:  # a failed device publishes nothing
-                state = request._state  # noqa: SLF001 - the kit looks inside
                 # Another request may have left a state there since, which this one did not ask about.
-                resumable = state.resumable if state is not None else []
-                ends = any(not node.tail for node in resumable)
-                path = self.hits.path(tokens, seed, len(tokens) // size, ends=ends)
-                tails = [key for node in resumable if node.tail for key in self.hits.tail_keys(node)]
+                end = resumable_tokens(request, size)
+                path = self.hits.path(tokens, seed, len(tokens) // size, ends=end == len(tokens))
+                tails = self.hits.tail_keys(request.tokens[:end], seed) if end % size else []
                 if turn.final and self.cache.tails:
                     tails += self.hits.end_keys(request.tokens[:length], seed)
                 path = path._replace(ends=[*path.ends, *tails])

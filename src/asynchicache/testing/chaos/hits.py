@@ -437,21 +437,23 @@ class HitOracle:
             needs += [key for digest in digests[first:] for key in self._keys(component_id, digest)]
         return StoredPath(digests, full, needs)
 
-    def tail_keys(self, node: Node) -> list[ObjectKey]:
-        """Keys of a tail in the store, with its states; none if it is not in memory any more."""
-        digests = self._tree.digests(node) if node.parent is not None else []
+    def tail_keys(self, tokens: array[int], seed: bytes) -> list[ObjectKey]:
+        """Keys of the page that `tokens` end in, with its states."""
         there = [n for n in range(self._tree.width) if self._state.free[place_of(n, Tier.HOST)].capacity]
-        return [key for n in there for digest in digests for key in self._keys(n, digest)]
+        return [key for n in there for key in self._keys(n, self._tail_digest(tokens, seed))]
+
+    def _tail_digest(self, tokens: array[int], seed: bytes) -> bytes:
+        pages, count = divmod(len(tokens), self._size)
+        *_, prior = [seed, *page_digests(tokens[: pages * self._size], self._size, seed)]
+        rest = tokens[pages * self._size :].tobytes()
+        return tail_digests([tails.padded(rest, count, self._tree)], prior)[0]
 
     def end_keys(self, tokens: array[int], seed: bytes) -> list[ObjectKey]:
         """Keys of the page that `tokens` end in, as a finished request of attention alone leaves it; none if
         that is full. Others leave one only if they have states or windows there."""
-        pages, count = divmod(len(tokens), self._size)
-        if not count or self._tree.components:
+        if not len(tokens) % self._size or self._tree.components:
             return []
-        *_, prior = [seed, *page_digests(tokens[: pages * self._size], self._size, seed)]
-        rest = tokens[pages * self._size :].tobytes()
-        return self._keys(FULL, tail_digests([tails.padded(rest, count, self._tree)], prior)[0])
+        return self._keys(FULL, self._tail_digest(tokens, seed))
 
     def _keys(self, component_id: int, digest: bytes) -> list[ObjectKey]:
         keys = [self._storage.key(pool, digest) for pool in self._state.sharing(component_id)]
