@@ -218,7 +218,8 @@ class HybridCache:
         return cache
 
     async def aclose(self) -> None:
-        """Finish pending writes and close everything; idempotent. The end of `async with` calls it.
+        """Write to storage what only memory has (`sync`), for `close_seconds` at most, and close everything;
+        idempotent. The end of `async with` calls it.
 
         Runs to its end even if the caller is cancelled. Requests that are still open are logged.
         """
@@ -238,6 +239,8 @@ class HybridCache:
         try:
             async with asyncio.timeout(self.config.close_seconds):
                 await self._controller.executor.idle()
+                if self._parts.stored:
+                    await self._controller.storage_writer.sync()
                 await self._controller.storage_writer.flush_touches()
         except TimeoutError:
             _log.warning("closed with work in flight after %s s", self.config.close_seconds)
@@ -425,8 +428,8 @@ class HybridCache:
     async def drain(self) -> None:
         """Wait until the copies and storage calls now in flight, and the work that follows, have ended.
 
-        Pages published before the call are then on the host and in storage, or were shed. Work that begins
-        later is not waited for.
+        Pages published before the call are then on the host and in storage, as far as the write policy wants
+        them there by now (`sync` writes all), or were shed. Work that begins later is not waited for.
 
         Raises:
             ClosedError: the cache is closed before that.
@@ -434,6 +437,21 @@ class HybridCache:
         self._controller.executor.loop.check()
         await asyncio.sleep(0)  # a cancellation point even if there is nothing to wait for
         await self._controller.executor.settled()
+
+    async def sync(self) -> bool:
+        """Write to storage what only memory has, whatever the write policy, the hottest paths first.
+
+        Closing does so too. What is published meanwhile may be left out.
+
+        Returns:
+            True if storage took everything. False if there is no storage, it refused or failed, or a path did
+            not fit on the host, through which it is copied.
+
+        Raises:
+            ClosedError: the cache is closed.
+        """
+        await self._controller.executor.checkpoint()
+        return await self._controller.storage_writer.sync()
 
     async def flush(self) -> None:
         """Wait for the work now in flight, then evict all device and host memory that no request holds.

@@ -92,7 +92,7 @@ class CacheConfig(SizeOptions, frozen=True, kw_only=True):
         salt: keeps this cache's pages apart from others' in the same storage. Default: empty.
         rank, ranks: which part of a sharded model this is. Default: 0 of 1.
         count_namespaces: namespaces that the statistics tell apart; the others are one. Default: 0.
-        close_seconds: how long closing waits for work in flight. Default: 30.
+        close_seconds: how long closing waits for work in flight and writes what only memory has. Default: 30.
         io_threads: threads for storage. Default: 8.
         seed: of all randomness; None draws one. Default: None.
     """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -25,6 +26,12 @@ from asynchicache.types import MissReason, Outcome, ShedReason, Tier
 
 _URGENT_WRITES = 2
 """Failed writes after which `durable` gives up a path that lacks room: one may have begun before."""
+
+_WRITERS = 8
+"""Paths that `sync` writes at a time."""
+
+_REFUSALS = 32
+"""Paths in a row of which storage took nothing, after which `sync` gives up."""
 
 _SHED = {
     Outcome.REJECTED: ShedReason.REJECTED,
@@ -278,23 +285,58 @@ class StorageWriter:
         """
         promise = self._planner.promise(request)
         *earlier, last = self._planner.published_ends(request, promise)
-        self._awaited[last] += 1
+        with self._awaiting(last):
+            for _ in range(2):  # what storage has lost is written anew once
+                written = True
+                for node in (*earlier, last):
+                    written = await self._path_written(node) and written
+                if not self._storage or self._executor.stopped or request.published.lost:
+                    return False
+                there = await self._has(promise, last, earlier)
+                if there is not False or not written:
+                    return bool(there) and promise.resumable and not request.published.lost
+        return False
+
+    @contextmanager
+    def _awaiting(self, node: Node) -> Iterator[None]:
+        """During the body, the path to `node` is kept, so that no eviction overtakes the wait for its writes,
+        and these are not shed."""
+        self._awaited[node] += 1
         try:
-            with self._state.keeping(last):  # a wait is not overtaken by eviction, if the request rests
-                for _ in range(2):  # what storage has lost is written anew once
-                    written = True
-                    for node in (*earlier, last):
-                        written = await self._path_written(node) and written
-                    if not self._storage or self._executor.stopped or request.published.lost:
-                        return False
-                    there = await self._has(promise, last, earlier)
-                    if there is not False or not written:
-                        return bool(there) and promise.resumable and not request.published.lost
-            return False
+            with self._state.keeping(node):
+                yield
         finally:
-            self._awaited[last] -= 1
+            self._awaited[node] -= 1
             self._awaited += Counter()  # drops what is no longer awaited
             self._executor.notify()
+
+    async def sync(self) -> bool:
+        """Write to storage what only memory has, the hottest paths first, some at a time.
+
+        Returns:
+            False if storage refused a part, or memory has no room to copy it through, or storage ended.
+        """
+        ends, refused, complete = iter(self._backups.unstored_ends()), 0, bool(self._storage)
+
+        async def write() -> None:
+            nonlocal refused, complete
+            for node in ends:
+                if refused >= _REFUSALS or self._executor.stopped or not self._storage:
+                    complete = False
+                    return
+                before = self.traffic.stored
+                if not _removed(node):  # it may have made room for another path
+                    with self._awaiting(node):
+                        await self._path_written(node)
+                written = self._backups.is_stored(node)
+                complete &= written
+                refused = 0 if written or self.traffic.stored > before else refused + 1
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_WRITERS):
+                group.create_task(write())
+        return complete
 
     async def _has(self, promise: Promise, last: Node, earlier: Sequence[Node]) -> bool | None:
         """Whether storage says that it has what is promised; None without an answer."""
@@ -313,9 +355,11 @@ class StorageWriter:
                     await self._executor.next_progress()
                 elif self._backups.is_stored(node):
                     return True
-                elif self._executor.failure is not None or self._executor.closing:
+                elif self._executor.failure is not None:
                     return False
-                elif self._backups.lacks_room(node) and (waits or self._executor.in_flight()):
+                elif self._backups.lacks_room(node) and (
+                    waits or self._backups.urgent or self._executor.in_flight()
+                ):
                     if not waits:  # until it is stored: paths that take turns could evict each other for ever
                         waits = True
                         self._backups.urgent.append(node)

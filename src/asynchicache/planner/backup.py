@@ -24,6 +24,7 @@ from asynchicache.tree.node import (
     Locks,
     Node,
     SlotPlace,
+    component_of,
     place_of,
 )
 from asynchicache.types import Direction, Tier, WritePolicy
@@ -345,6 +346,33 @@ class BackupPlanner:
             node = node.parent
         return not node.pages  # a node cut off by eviction: unknown
 
+    def unstored_ends(self) -> list[Node]:
+        """The ends of paths that storage lacks a part of, the hottest first. Linear in the tree.
+
+        Windows inside a path are no part of its end's, so what can be resumed is an end too.
+        """
+        lacking: dict[Node, bool] = {}  # by node, whether no node below it is lacking
+        for node in self._tree.nodes(current=True):
+            if node.tail and not node.hits:
+                continue  # storage gets no end of a prompt, see `store`
+            if node.parent in lacking or self._is_unstored(node):
+                lacking[node] = True
+                if node.parent is not None and not node.tail:
+                    lacking[node.parent] = False
+        ends = [
+            node
+            for node, last in lacking.items()
+            if node.pages and (last or (self._tree.windows and self._tree.restorable(node)))
+        ]
+        return sorted(ends, key=_worth, reverse=True)
+
+    def _is_unstored(self, node: Node) -> bool:
+        """Whether a component of `node` is in memory and not in storage."""
+        return any(
+            node.slots[place] is not None and not node.stored >> component_of(place) & 1
+            for place in self._tree.places
+        )
+
     def digests_to_touch(self, ends: Iterable[Node]) -> dict[int, list[bytes]]:
         """Digests of stored pages on the used paths, in the order in which an engine should touch them.
 
@@ -488,6 +516,10 @@ class BackupPlanner:
 
 def _is_stored(want: CopyRequest) -> bool:
     return bool(want.node.stored >> want.component_id & 1)
+
+
+def _worth(node: Node) -> float:
+    return node.worth[FULL]
 
 
 def _path(node: Node) -> list[Node]:
