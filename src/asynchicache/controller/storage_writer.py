@@ -17,7 +17,7 @@ from asynchicache.controller.write_budget import WriteBudget
 from asynchicache.errors import UsageError
 from asynchicache.planner.actions import StorageWrite
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.promises import Promise
+from asynchicache.planner.promises import PromisedPrefix
 from asynchicache.planner.request_state import RequestState
 from asynchicache.storage.limits import BatchResult
 from asynchicache.tracing import Tracer
@@ -231,7 +231,7 @@ class StorageWriter:
                 self._backups.finish(work)
 
     async def confirm(
-        self, node: Node, earlier: Sequence[Node] = (), promise: Promise | None = None
+        self, node: Node, earlier: Sequence[Node] = (), promise: PromisedPrefix | None = None
     ) -> bool | None:
         """Whether storage has everything marked stored on the path to `node`, and all that `promise` needs;
         None without an answer.
@@ -257,7 +257,7 @@ class StorageWriter:
                 there = False
         return there
 
-    async def _with_promised(self, digests: list[bytes], promise: Promise) -> list[bytes]:
+    async def _with_promised(self, digests: list[bytes], promise: PromisedPrefix) -> list[bytes]:
         """The digests of all pages of a promise, given those that are in memory."""
         size = self._state.tree.page_size
         rest = memoryview(promise.words)[len(digests) * size : promise.pages * size]
@@ -338,7 +338,7 @@ class StorageWriter:
                 group.create_task(write())
         return complete
 
-    async def _has(self, promise: Promise, last: Node, earlier: Sequence[Node]) -> bool | None:
+    async def _has(self, promise: PromisedPrefix, last: Node, earlier: Sequence[Node]) -> bool | None:
         """Whether storage says that it has what is promised; None without an answer."""
         with self._executor.busy():  # who waits for room that this wait keeps must not give up
             await complete_digests(self._state.tree, last)

@@ -21,7 +21,7 @@ from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.planner.load import LoadPlanner, by_place
 from asynchicache.planner.options import CLEAN_SHARE, WRITE_POLICY
 from asynchicache.planner.prefetch import PrefetchPlanner
-from asynchicache.planner.promises import Promise, promise_of
+from asynchicache.planner.promises import PromisedPrefix, promise_of
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.planner.tail_ends import TailPlanner
@@ -465,11 +465,11 @@ class Planner:
         fork.publishes = tail if self.backups.due(tail) else None
         return [fork] if states is None else [states, fork]
 
-    def promise(self, request: RequestState) -> Promise:
+    def promise(self, request: RequestState) -> PromisedPrefix:
         """What `durable` vouches for."""
         return promise_of(request, self._tree)
 
-    def published_ends(self, request: RequestState, promise: Promise) -> list[Node]:
+    def published_ends(self, request: RequestState, promise: PromisedPrefix) -> list[Node]:
         """The ends of the request's checkpoints that can be resumed from memory, first to last, and then the
         end of what memory has of its promise.
 

@@ -13,7 +13,7 @@ from asynchicache.tree.radix_tree import UnifiedRadixTree
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class PromisedPrefix:
     """A prefix that storage must have, page by page, whatever is in memory.
 
     Attributes:
@@ -39,7 +39,7 @@ class Promise:
         return self.end > 0 or not self.pages
 
 
-def promise_of(request: RequestState, tree: UnifiedRadixTree) -> Promise:
+def promise_of(request: RequestState, tree: UnifiedRadixTree) -> PromisedPrefix:
     """What a request published up to its last checkpoint, or if that is more, the prefix that it matched."""
     published, matched = request.published, request.hit_pages if request.loaded else request.match.pages
     pages = end = max(matched, *published.pages, 0)
@@ -53,4 +53,4 @@ def promise_of(request: RequestState, tree: UnifiedRadixTree) -> Promise:
     for component in tree.components:
         first = component.first_page(end, inside=tail > 0)
         needed[component.id] = range(first, end)
-    return Promise(words, request.seed, pages, end, tail, needed)
+    return PromisedPrefix(words, request.seed, pages, end, tail, needed)
