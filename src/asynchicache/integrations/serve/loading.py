@@ -8,10 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from jinja2 import TemplateSyntaxError
+from transformers import PreTrainedModel
 
 from asynchicache.errors import ConfigError
-from asynchicache.integrations.serve.tokenizers import ByteTokenizer, CheckpointTokenizer, Tokenizer
+from asynchicache.integrations.serve.checkpoint_files import (
+    check_vocabulary,
+    read_model,
+    read_tokenizer,
+    refusal,
+)
+from asynchicache.integrations.serve.problems import ApiError
+from asynchicache.integrations.serve.tokenizers import (
+    ByteTokenizer,
+    CheckpointTokenizer,
+    Conversation,
+    Tokenizer,
+)
 from asynchicache.integrations.transformers.demo_model import build_demo_model
 
 TINY = "tiny"
@@ -64,7 +77,7 @@ def load_checkpoint(
     """Load a checkpoint in the format of `save_pretrained`. Nothing is downloaded.
 
     Args:
-        folder: the checkpoint's folder.
+        folder: the checkpoint's folder; of a model for text and images too, of which text is served.
         dtype: dtype of the weights, or `auto` for that of the file.
         device: torch device of the model.
         as_bytes: use one token per byte instead of the checkpoint's tokenizer.
@@ -78,20 +91,24 @@ def load_checkpoint(
             f"model {str(folder)!r} is no checkpoint: give a folder with config.json and weights, "
             f"as save_pretrained writes them, or {TINY!r}"
         )
+    model = read_model(folder, dtype).to(torch.device(device)).eval()
+    defaults = model.generation_config
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"model {str(folder)!r} cannot be loaded: {error}") from error
-    model = model.to(torch.device(device)).eval()
-    defaults, stop_ids = model.generation_config, _stop_ids(model)
+        stop_ids = _stop_ids(model)
+        temperature = 1.0 if defaults.temperature is None else float(defaults.temperature)
+        top_p = 1.0 if defaults.top_p is None else float(defaults.top_p)
+    except (TypeError, ValueError) as error:
+        raise refusal(
+            folder / "generation_config.json", error, "mend the field, or delete the file"
+        ) from error
     return LoadedModel(
         name=folder.resolve().name,
         model=model,
-        tokenizer=_byte_tokenizer(model) if as_bytes else _tokenizer(folder, template, stop_ids),
+        tokenizer=_byte_tokenizer(model) if as_bytes else _tokenizer(folder, model, template, stop_ids),
         stop_ids=stop_ids,
         context=int(getattr(_text_config(model), "max_position_embeddings", 0) or 1 << 20),
-        temperature=1.0 if defaults.temperature is None else float(defaults.temperature),
-        top_p=1.0 if defaults.top_p is None else float(defaults.top_p),
+        temperature=temperature,
+        top_p=top_p,
     )
 
 
@@ -105,16 +122,53 @@ def _byte_tokenizer(model: PreTrainedModel) -> ByteTokenizer:
     return ByteTokenizer(vocabulary)
 
 
-def _tokenizer(folder: Path, template: Path | None, stop_ids: frozenset[int]) -> CheckpointTokenizer:
+def _tokenizer(
+    folder: Path, model: PreTrainedModel, template: Path | None, stop_ids: frozenset[int]
+) -> CheckpointTokenizer:
+    """
+    Raises:
+        ConfigError: there is none, or it or its chat template does not fit.
+    """
+    found = read_tokenizer(folder)
+    vocabulary = _text_config(model).vocab_size
+    check_vocabulary(folder, found, vocabulary)
+    own = folder / "chat_template.jinja"
+    file = template or (own if own.is_file() else folder / "tokenizer_config.json")
     try:
         text = None if template is None else template.read_text("utf-8")
-        found = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(
-            f"model {str(folder)!r}: its tokenizer cannot be loaded ({error}); save it beside the weights, "
-            "or serve with --tokenizer bytes"
-        ) from error
-    return CheckpointTokenizer(found, text, stop_ids)
+    except (OSError, ValueError) as error:
+        raise refusal(file, error, "give --chat-template a file of text") from error
+    tokenizer = CheckpointTokenizer(found, text, stop_ids)
+    if text or found.chat_template:
+        _check_template(tokenizer, file, vocabulary)
+    return tokenizer
+
+
+_PLAIN = ({"role": "user", "content": "Hello."},)
+_TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
+
+
+def _check_template(tokenizer: CheckpointTokenizer, file: Path, vocabulary: int) -> None:
+    """Render a turn as a client would send it; with a tool for templates that refuse chats without one.
+
+    Raises:
+        ConfigError: the template cannot be used.
+    """
+    cure = "mend it, or give another with --chat-template FILE"
+    try:
+        try:
+            tokens = tokenizer.encode_chat(Conversation(_PLAIN))
+        except ApiError:
+            tokens = tokenizer.encode_chat(Conversation(_PLAIN, (_TOOL,)))
+    except ApiError as error:
+        cause = error.__cause__
+        line = f"line {cause.lineno}: " if isinstance(cause, TemplateSyntaxError) else ""
+        raise refusal(file, f"{line}the chat template renders no plain turn: {cause}", cure) from error
+    if not tokens:
+        raise refusal(file, "the chat template renders a plain turn to nothing", cure)
+    if max(tokens) >= vocabulary:
+        why = f"the chat template writes token {max(tokens)}, but vocab_size of config.json is {vocabulary}"
+        raise refusal(file, why, "take tokenizer and weights from one checkpoint")
 
 
 def _stop_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -127,8 +181,9 @@ def _text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def _ids(value: int | list[int] | None) -> Iterator[int]:
-    if isinstance(value, int):
-        yield value
-    else:
-        yield from value or ()
+def _ids(value: Any) -> Iterator[int]:
+    ids = [value] if isinstance(value, int) else value or ()
+    for token in ids:
+        if not isinstance(token, int):
+            raise TypeError(f"eos_token_id {value!r} is no token id")
+        yield token
