@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -128,3 +136,54 @@ async def test_a_recorder_that_cannot_keep_up_drops_requests(tmp_path: Path, mon
         await serve(cache, [1, 2, 3])
     assert recorder.dropped == 1
     assert len(lines(tmp_path / "t")) == 1
+
+
+_KILLED = """
+    import asyncio, os, signal, sys
+    from pathlib import Path
+    from cache.test_recorder import CONFIG, PROMPTS, SPEC, serve
+    from asynchicache import HybridCache
+
+    async def main() -> None:
+        async with HybridCache.open(SPEC, CONFIG) as cache:
+            recorder = cache.record(sys.argv[1])
+            for count, prompts in ((2, PROMPTS[:2]), (4, PROMPTS[2:])):
+                for prompt in prompts:
+                    await serve(cache, prompt)
+                while recorder.recorded < count:
+                    await asyncio.sleep(0.01)
+            await serve(cache, [5] * 9)  # less than a second old: it may be lost, and must not be torn
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
+def test_a_killed_process_leaves_whole_lines(tmp_path: Path, name: str) -> None:
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    command = [sys.executable, "-c", textwrap.dedent(_KILLED), str(tmp_path / name)]
+    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [request.tokens for request in read_trace(tmp_path / name, 4).requests][:4] == [
+        len(prompt) for prompt in PROMPTS
+    ]
+
+
+@pytest.mark.asyncio
+async def test_lines_that_a_full_disk_took_in_part_are_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: FileIO, chunk: bytes) -> None:
+        file.write(chunk[:7])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with HybridCache.open(SPEC, CONFIG) as cache:
+        recorder = cache.record(tmp_path / "t")
+        with monkeypatch.context() as patch:
+            patch.setattr("asynchicache.controller.recorder._write_all", full)
+            await serve(cache, PROMPTS[0])
+            while not recorder.dropped:  # noqa: ASYNC110  it is written after a second
+                await asyncio.sleep(0.01)
+        await serve(cache, PROMPTS[3])
+    assert [line["input_length"] for line in lines(tmp_path / "t")] == [3]

@@ -1,11 +1,13 @@
 """Records requests as a trace for `asynchicache replay`: times, lengths and block numbers, no content.
 
 A block's number stands for a salted hash of the block and of everything before it. Hashing and writing run
-off the loop, in batches; a recorder that cannot keep up drops requests and counts them.
+off the loop; a recorder that cannot keep up drops requests and counts them. Whole lines are written, a second
+after the first of them at the latest, so that a killed process leaves a trace that can be read.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import logging
@@ -15,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from io import FileIO
 from pathlib import Path
-from typing import IO
 
 from asynchicache.controller.tasks import shielded
 from asynchicache.errors import ConfigError
@@ -25,6 +27,7 @@ from asynchicache.planner.request_state import RequestState
 from asynchicache.ports import Port
 
 _MAX_WAITING_BYTES = 64 << 20
+_WRITE_SECONDS = 1.0
 _MAX_NUMBERS = 1 << 20
 _HASH_BYTES = 8
 _HASH_BITS = 61
@@ -87,8 +90,11 @@ class TraceRecorder:
         self._open: dict[RequestState, _RecordedRequest] = {}
         self._waiting_bytes = 0
         self._closed = False
+        self._lines: list[bytes] = []  # these two are the worker's
+        self._lines_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
         try:
-            self._file: IO[str] = _opened(path)
+            self._file = FileIO(path, "w")
         except OSError as error:
             raise ConfigError(f"trace {str(path)!r} cannot be written: {error}") from error
         self._worker = port.worker("asynchicache-trace")
@@ -119,21 +125,43 @@ class TraceRecorder:
             first = next(iter(self._open))
             if self._open[first].output is None:
                 break
-            self._worker.submit(partial(self._write, self._open.pop(first)))
+            self._worker.submit(partial(self._add, self._open.pop(first)))
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(_WRITE_SECONDS, self._write_soon)
 
-    def _write(self, entry: _RecordedRequest) -> None:
-        """Hash and write; on the worker's thread."""
+    def _write_soon(self) -> None:
+        self._timer = None
+        self._worker.submit(self._write)
+
+    def _add(self, entry: _RecordedRequest) -> None:
+        """Hash a request; on the worker's thread."""
+        line = json.dumps(self._line(entry), separators=(",", ":")) + "\n"
+        self._lines.append(line.encode())
+        self._lines_bytes += len(entry)
+
+    def _write(self) -> None:
+        """Write the lines made so far, all or none; on the worker's thread."""
+        lines, self._lines = self._lines, []
+        nbytes, self._lines_bytes = self._lines_bytes, 0
+        if not lines:
+            return
+        chunk, end = b"".join(lines), self._file.tell()
+        if self.path.suffix == ".gz":
+            chunk = gzip.compress(chunk)  # a member of its own: what precedes it is whole without it
         try:
-            self._file.write(json.dumps(self._line(entry), separators=(",", ":")) + "\n")
-            self._port.post(partial(self._count, len(entry), recorded=True))
-        except (OSError, ValueError) as error:
-            _log.warning("trace %s: a request is not recorded: %s", self.path, error)
-            self._port.post(partial(self._count, len(entry), recorded=False))
+            _write_all(self._file, chunk)
+        except OSError as error:
+            _log.warning("trace %s: %d requests are not recorded: %s", self.path, len(lines), error)
+            self._file.truncate(end)
+            self._file.seek(end)
+            self._port.post(partial(self._count, len(lines), nbytes, recorded=False))
+        else:
+            self._port.post(partial(self._count, len(lines), nbytes, recorded=True))
 
-    def _count(self, nbytes: int, *, recorded: bool) -> None:
+    def _count(self, requests: int, nbytes: int, *, recorded: bool) -> None:
         self._waiting_bytes -= nbytes
-        self.recorded += recorded
-        self.dropped += not recorded
+        self.recorded += requests * recorded
+        self.dropped += requests * (not recorded)
 
     def _line(self, entry: _RecordedRequest) -> dict[str, object]:
         ids = [self._id(digest) for digest in page_digests(entry.words, self._page_words, entry.seed)]
@@ -168,8 +196,11 @@ class TraceRecorder:
             return
         self._closed = True
         for entry in self._open.values():
-            self._worker.submit(partial(self._write, entry))
+            self._worker.submit(partial(self._add, entry))
         self._open.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._worker.submit(self._write)
         await shielded(self._port.run_blocking(self._finish))
 
     def _finish(self) -> None:
@@ -186,6 +217,7 @@ def _runs(ids: list[int]) -> Iterator[tuple[int, int]]:
             first = at
 
 
-def _opened(path: Path) -> IO[str]:
-    """The file, gzipped if its name says so; `TraceRecorder.aclose` closes it."""
-    return gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w")
+def _write_all(file: FileIO, chunk: bytes) -> None:
+    rest = memoryview(chunk)
+    while rest:
+        rest = rest[file.write(rest) or 0 :]
