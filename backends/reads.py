@@ -1,11 +1,21 @@
-"""Read in full: a system call may return fewer bytes than requested before the end of the file."""
+"""What files of every backend need: to be read in full, and to be where a restart looks for them."""
 
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 _MAX_IDLE = 3  # consecutive reads without progress before the end of the file
+
+
+def leads_to(path: Path, descriptor: int) -> bool:
+    """Whether a path names an open file, which may have been moved, removed or replaced, or unmounted."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False
 
 
 def read_fully(
@@ -15,7 +25,7 @@ def read_fully(
     size: Callable[[], int],
     block: int = 1,
 ) -> int:
-    """Fill `views` with the bytes from `offset` on.
+    """Fill `views` with the bytes from `offset` on. One system call may return fewer before its end.
 
     Args:
         read: one system call, which may read fewer bytes than requested.

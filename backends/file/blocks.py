@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from asynchicache.backends.file.folder import check_file
-from asynchicache.backends.reads import read_fully
+from asynchicache.backends.reads import leads_to, read_fully
 from asynchicache.errors import StorageError
 from asynchicache.failure_log import FailureLog
 from asynchicache.layouts import ALIGNMENT
@@ -50,6 +50,11 @@ class BlockFile:
     @property
     def size(self) -> int:
         return os.fstat(self._fileno).st_size
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the path leads to this file still."""
+        return leads_to(self.path, self._fileno)
 
     def read(self, views: Sequence[memoryview], offset: int) -> int:
         """Fill `views` from `offset` on; returns the bytes read, fewer only at the end of the file."""

@@ -106,6 +106,7 @@ class FileEngine:
         self._folder = folder
         self._store = store
         self._limits = limits
+        self._there = True
         self._failures = FailureLog(logger)
         self._running: set[asyncio.Task[object]] = set()
         self._closing: asyncio.Future[None] | None = None
@@ -119,6 +120,13 @@ class FileEngine:
         self._check_open()
         index = self._store.index  # a dictionary lookup needs no lock, so the loop never waits
         return bytearray([key.digest in index for key in keys])
+
+    async def confirm(self, keys: Sequence[ObjectKey]) -> bytearray:
+        """As `exists`, once the files were seen to be whole, where a restart looks for them."""
+        self._check_open()
+        if keys and not await self._in_thread(self._in_place):
+            return bytearray(len(keys))
+        return await self.exists(keys)
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         self._check_open()
@@ -230,6 +238,27 @@ class FileEngine:
             else:  # deleted during the read, not damaged
                 batch.outcomes[move.place] = Outcome.MISS
 
+    def _in_place(self) -> bool:
+        """Whether a restart would find the files. A change is logged; pages of files that were cut are
+        dropped."""
+        pool, there = self._binding.pool, self._folder.in_place() and self._store.in_place()
+        if there != self._there:
+            self._there = there
+            if there:
+                logger.warning("pool %s: the files in %s are back", pool, self._folder.path)
+            else:
+                logger.error(
+                    "pool %s: the files in %s were moved, removed or replaced; nothing is stored until they "
+                    "are back, or storage is detached and attached anew",
+                    pool,
+                    self._folder.path,
+                )
+        if there and (lost := self._store.drop_cut()):
+            logger.error(
+                "pool %s: files in %s were cut, and %d pages are lost", pool, self._folder.path, lost
+            )
+        return there
+
     def _put(
         self, call: PathCall, start: int, keys: Sequence[ObjectKey], slots: Sequence[int]
     ) -> list[Outcome]:
@@ -246,7 +275,7 @@ class FileEngine:
         self, call: PathCall, start: int, keys: Sequence[ObjectKey], slots: Sequence[int]
     ) -> tuple[_FilePages, list[PageMove]]:
         """Claim slots for the pages that are not stored yet, and set the outcomes of the others."""
-        if self._store.read_only or self._store.broken:
+        if self._store.read_only or self._store.broken or not self._in_place():
             return _FilePages(keys, slots, [Outcome.REJECTED] * len(keys), []), []
         claim = call.claim(range(start, start + len(keys)))
         batch = _FilePages(keys, slots, [Outcome.EXISTS] * len(keys), [])
@@ -263,6 +292,8 @@ class FileEngine:
         try:
             write.runs += self._runs(moves, batch)
             first = self._store.write(write, own)
+            if not self._in_place():
+                return
         except OSError as error:
             self._warn("not durable", len(moves), error)
         else:

@@ -96,6 +96,10 @@ class StoreFolder:
         """All pool folders, including those whose damaged manifest a repair has removed."""
         return sorted(filter(_is_pool, self.path.iterdir()))
 
+    def in_place(self) -> bool:
+        """Whether a restart would find a store here."""
+        return (self.path / _FORMAT).exists()
+
     @property
     def forked(self) -> bool:
         """Whether this process is a child of the one that opened the folder."""

@@ -72,6 +72,10 @@ class PageIndex:
         self._free = [slot for slot in range(slots) if slot not in held]
         self.slots = slots
 
+    def pages(self) -> list[tuple[bytes, int]]:
+        """The digest and slot of each page."""
+        return list(self._pages.items())
+
     def touch(self, digest: bytes) -> bool:
         """Make a page the most recently used; False if it does not exist."""
         if digest not in self._pages:

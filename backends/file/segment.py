@@ -51,6 +51,11 @@ class Segment:
         """Number of whole slots in the file, which may have been cut."""
         return self._shape.file_slots(self._pages.size)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the path leads to this file still."""
+        return self._pages.in_place
+
     def read(self, place: int, views: Sequence[memoryview]) -> int:
         """Fill `views` from slot number `place` on; returns the number of whole slots read, at least 1.
 

@@ -111,6 +111,28 @@ class Segments:
         number, place = divmod(slot, self.shape.slots)
         return number < len(self._files) and place < self._files[number].slots
 
+    def in_place(self) -> bool:
+        """Whether all files are where a restart looks for them."""
+        return all(file.in_place for file in self._files)
+
+    def are_cut(self, slots: int) -> bool:
+        """Whether a file is shorter than the first `slots` slots need."""
+        return any(
+            file.slots < min(slots - number * self.shape.slots, self.shape.slots)
+            for number, file in enumerate(self._files)
+        )
+
+    def lengthen(self, slots: int) -> None:
+        """Extend files that are shorter than the first `slots` slots need, with zeros.
+
+        Raises:
+            OSError: the disk reported an error.
+        """
+        for number, file in enumerate(self._files):
+            wanted = min(slots - number * self.shape.slots, self.shape.slots)
+            if file.slots < wanted:
+                file.resize(wanted)
+
     def mend(self) -> None:
         """Extend cut files to their full length; the lost content stays lost.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from asynchicache.backends.file.budget import Budget
 from asynchicache.backends.file.commits import Commits
 from asynchicache.backends.file.dependencies import PoolDependencies
+from asynchicache.backends.file.folder import MANIFEST
 from asynchicache.backends.file.index import PageIndex, StoredPage
 from asynchicache.backends.file.manifest import Manifest
 from asynchicache.backends.file.recovery import PageReader, recover
@@ -127,6 +128,24 @@ class PoolStore:
             slots = [slot for (_, slot), there in zip(pages, dropped, strict=True) if there]
             self._try_to_free(slots)
         return dropped
+
+    def drop_cut(self) -> int:
+        """Drop the pages of files that others have cut, and give the files their length back; returns how
+        many pages were lost.
+
+        Raises:
+            OSError: the disk reported an error.
+        """
+        with self._lock:  # the index never has slots that the files have not got yet, or have no more
+            if self.read_only or not self.segments.are_cut(self.index.slots):
+                return 0
+            lost = [(digest, slot) for digest, slot in self.index.pages() if not self.segments.holds(slot)]
+            self.segments.lengthen(self.index.slots)
+        return sum(self.drop(lost))
+
+    def in_place(self) -> bool:
+        """Whether the files are where a restart looks for them."""
+        return (self._folder / MANIFEST).exists() and self.segments.in_place()
 
     # The order of use.
 

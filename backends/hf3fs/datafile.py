@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from asynchicache.backends.reads import leads_to
 from asynchicache.errors import StorageError
 from asynchicache.types import Outcome
 
@@ -45,6 +46,10 @@ class DataPath(Protocol):
             STORED: the frame is durable. REJECTED: no space. FAILED: the frame is not written, and will not
             be. TIMEOUT: unknown; the write may still happen.
         """
+        ...
+
+    def in_place(self) -> bool:
+        """Whether the file is where a restart looks for it."""
         ...
 
     def stop(self) -> None:
@@ -92,6 +97,10 @@ class DataFile:
         if self._descriptor is None:
             raise OSError(errno.EBADF, "the file is closed", str(self.path))
         return self._descriptor
+
+    def in_place(self) -> bool:
+        """Whether the path leads to this file still."""
+        return leads_to(self.path, self.fileno)
 
     def offset(self, slot: int) -> int:
         """Byte offset of a slot in the file."""

@@ -70,6 +70,15 @@ class Hf3fsEngine:
         self._check_open()
         return bytearray(await self._namespace.exists(_names(keys))) if keys else bytearray()
 
+    async def confirm(self, keys: Sequence[ObjectKey]) -> bytearray:
+        """As `exists`, if the file of the pages is where a restart looks for it."""
+        self._check_open()
+        if keys and not await self._port.run_blocking(self._data.in_place):
+            message = "%s: its file was moved, removed or replaced; no page is durable"
+            self._failures.warning("moved", message, self._namespace.name, pages=len(keys))
+            return bytearray(len(keys))
+        return await self.exists(keys)
+
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         return await self._run(partial(self._get, keys, slots), keys)
 

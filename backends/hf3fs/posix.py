@@ -53,6 +53,9 @@ class PosixPath:
             return outcomes
         return [Outcome.FAILED if outcome is Outcome.STORED else outcome for outcome in outcomes]
 
+    def in_place(self) -> bool:
+        return self._file.in_place()
+
     def stop(self) -> None:
         """Do nothing: system calls end by themselves."""
 

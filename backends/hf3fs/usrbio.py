@@ -115,6 +115,9 @@ class UsrbioPath:
     def write(self, frames: Sequence[Frame]) -> list[Outcome]:
         return self._move(False, frames)
 
+    def in_place(self) -> bool:
+        return self._file.in_place()
+
     def stop(self) -> None:
         self._stopped.set()
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -406,3 +410,72 @@ def test_what_rests_was_matched_and_storage_is_asked_for_it() -> None:
                 assert request.rematch().tokens == WHOLE
 
     run_seeded(1, main)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _move(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+def _replace(folder: Path) -> None:
+    _move(folder)
+    shutil.copytree(folder.with_name("elsewhere"), folder)
+    for path in folder.rglob("*.pages"):
+        path.unlink()
+
+
+def _cut(folder: Path, size: int) -> None:
+    for path in folder.rglob("*.pages"):
+        os.truncate(path, size)
+
+
+def _unmark(folder: Path) -> None:
+    (folder / "FORMAT").unlink()
+
+
+@pytest.mark.parametrize("damage", [shutil.rmtree, _empty, _move, _replace, _unmark])
+@pytest.mark.asyncio
+async def test_what_lies_in_a_folder_that_is_gone_is_not_durable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    folder, more = tmp_path / "store", list(range(200, 240))
+    options = config(**ROOMY, storage="file", storage_options={"path": str(folder)})
+    async with HybridCache.open(SPEC, options) as cache:
+        assert await published(cache, PROMPT)
+        damage(folder)
+        assert not await published(cache, PROMPT), "its pages were stored before"
+        assert not await published(cache, more)
+        for pool in ("kv", "mamba"):
+            told = [one for one in caplog.records if f"pool {pool}: the files in" in one.message]
+            assert [one.levelno for one in told] == [logging.ERROR], "once"
+        if damage is _move:
+            folder.with_name("elsewhere").rename(folder)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            assert await cache.detach_storage()
+            await cache.attach_storage("file", {"path": str(folder)})
+        assert await published(cache, PROMPT)
+        assert await published(cache, more)
+    async with HybridCache.open(SPEC, options) as cache:
+        assert [await restored(cache, PROMPT), await restored(cache, more)] == [WHOLE, WHOLE]
+
+
+@pytest.mark.parametrize("kept", [0, 100_000])
+@pytest.mark.asyncio
+async def test_what_a_cut_file_lost_is_written_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: int
+) -> None:
+    options = config(**ROOMY, storage="file", storage_options={"path": str(tmp_path)})
+    async with HybridCache.open(SPEC, options) as cache:
+        for prompt in (PROMPT, list(range(200, 240))):
+            assert await published(cache, prompt)
+            _cut(tmp_path, kept)
+        assert await published(cache, PROMPT)
+        assert await published(cache, list(range(200, 240)))
+        assert "were cut, and" in caplog.text
+    async with HybridCache.open(SPEC, options) as cache:
+        assert [await restored(cache, prompt) for prompt in (PROMPT, list(range(200, 240)))] == [WHOLE] * 2

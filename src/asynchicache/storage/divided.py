@@ -20,7 +20,7 @@ from asynchicache.hashing import ObjectKey
 from asynchicache.layouts import SlotLayout
 from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend, touch_of
+from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend, confirm_of, touch_of
 from asynchicache.types import Outcome
 
 T = TypeVar("T")
@@ -125,6 +125,10 @@ class _DividedEngine:
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         found = await self._each(lambda engine, keys: engine.exists(keys), keys)
+        return bytearray(map(min, zip(*found, strict=True)))
+
+    async def confirm(self, keys: Sequence[ObjectKey]) -> bytearray:
+        found = await self._each(lambda engine, keys: confirm_of(engine)(keys), keys)
         return bytearray(map(min, zip(*found, strict=True)))
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:

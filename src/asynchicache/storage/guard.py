@@ -37,6 +37,7 @@ from asynchicache.storage.protocol import (
     PoolEngine,
     StorageBackend,
     TouchableEngine,
+    confirm_of,
 )
 from asynchicache.storage.statistics import CallCounters, PoolStatistics
 from asynchicache.types import Outcome
@@ -73,6 +74,11 @@ class EngineCall(NamedTuple):
     updates_presence: bool = True
     repeatable: bool = True
     feeds_breaker: bool = True
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether the call asks which pages exist."""
+        return self.name == EXISTS.name
 
     def tally(self, outcomes: list[Outcome]) -> Mapping[Outcome, int]:
         """Count the pages by outcome."""
@@ -122,6 +128,8 @@ EXISTS = EngineCall(
     Outcome.FAILED,
     moves_pages=False,
 )
+CONFIRM = EXISTS._replace(ask=lambda engine, keys, _: confirm_of(engine)(keys))
+"""`exists` of what a restart would find; counted with it."""
 GET = EngineCall(
     "get",
     lambda engine, keys, slots: engine.get(keys, slots),
@@ -317,12 +325,13 @@ class GuardedPool:
             UsageError: a key belongs to another pool.
             ClosedError: the pool is closed; every call may raise this.
         """
+        kind = CONFIRM if fresh else EXISTS
         if not self._presence:
-            return await self._call(EXISTS, keys, ())
+            return await self._call(kind, keys, ())
         self._check_keys(keys)
         known = [self._presence.recall(key, damaged_only=fresh) for key in keys]
         asked = [key for key, outcome in zip(keys, known, strict=True) if outcome is None]
-        answer = iter((await self._call(EXISTS, asked, ())).outcomes)
+        answer = iter((await self._call(kind, asked, ())).outcomes)
         return BatchResult([next(answer) if outcome is None else outcome for outcome in known])
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> BatchResult:
@@ -544,7 +553,7 @@ class GuardedPool:
             return self._record(kind, len(keys), await self._attempt(kind, keys, slots), started)
         try:
             # A touch does not queue with the puts: it must reach the engine before them.
-            lane = self._lookups if kind is EXISTS else self._pages
+            lane = self._lookups if kind.is_lookup else self._pages
             acquired = await lane.acquire(deadline, put=kind is PUT)
         except TimeoutError:  # other calls kept the engine busy: not its failure
             return self._reject(kind, len(keys), Outcome.TIMEOUT)
@@ -560,9 +569,9 @@ class GuardedPool:
     def _hangs(self, kind: EngineCall) -> bool:
         """Whether the engine is stuck: the lane of `kind` has `concurrency` late calls, or the pool is
         closed."""
-        lookup = kind is EXISTS
+        lookup = kind.is_lookup
         late = sum(
-            call.late for call in self._calls if call.kind.feeds_breaker and (call.kind is EXISTS) is lookup
+            call.late for call in self._calls if call.kind.feeds_breaker and call.kind.is_lookup is lookup
         )
         return self._closed or late >= self._capabilities.concurrency
 

@@ -147,9 +147,9 @@ class PoolEngine(Protocol):
     counts the first key as the most recently used. It never evicts a page of a `put` to make room for
     another page of the same call, but rejects the page that does not fit. So a path loses its end first.
 
-    Three optional attributes are looked up by name: `touch`, see `TouchableEngine`; `evicts`, a bool, False
-    if the engine never evicts and needs no `touch` calls; and `full`, a bool, True while the medium refuses
-    new pages.
+    Four optional attributes are looked up by name: `touch`, see `TouchableEngine`; `confirm`, see
+    `ConfirmingEngine`; `evicts`, a bool, False if the engine never evicts and needs no `touch` calls; and
+    `full`, a bool, True while the medium refuses new pages.
     """
 
     @property
@@ -197,6 +197,23 @@ class TouchableEngine(Protocol):
         Skips missing keys. Moves no bytes. No request waits for it.
         """
         ...
+
+
+@runtime_checkable
+class ConfirmingEngine(Protocol):
+    """An engine whose `exists` answers from memory, and that can be asked to look at the medium.
+
+    Optional. `durable` asks `confirm`, or else `exists`.
+    """
+
+    async def confirm(self, keys: Sequence[ObjectKey]) -> bytearray:
+        """As `exists`, of what a restart would find."""
+        ...
+
+
+def confirm_of(engine: PoolEngine) -> Callable[[Sequence[ObjectKey]], Awaitable[bytearray]]:
+    """The engine's `confirm`, or `exists` if it has none."""
+    return engine.confirm if isinstance(engine, ConfirmingEngine) else engine.exists
 
 
 def touch_of(engine: PoolEngine) -> Callable[[Sequence[ObjectKey]], Awaitable[None]] | None:
