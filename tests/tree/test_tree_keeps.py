@@ -120,4 +120,4 @@ def test_what_comes_and_goes_leaves_no_entries(queue):
         queue.discard(one)
         queue.shelf.discard(one)
 
-    assert len(queue.shelf._ends) < 200
+    assert len(queue.shelf.ends) < 200

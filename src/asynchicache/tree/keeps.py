@@ -72,9 +72,10 @@ class Shelf:
     Attributes:
         share: of the memory that the slots are in; queues whose pools share a memory have one together.
         slot_cost: of a slot, in the unit of `share`.
+        ends: a heap of when the time of its nodes is over, and of nodes that left; empty if there are none.
     """
 
-    __slots__ = ("_charges", "_ends", "_held", "_paths", "share", "slot_cost")
+    __slots__ = ("_charges", "_held", "_paths", "ends", "share", "slot_cost")
 
     def __init__(self, *, paths: bool = False) -> None:
         """`paths`: with a node all those above it are kept, so they are charged too, once."""
@@ -83,7 +84,7 @@ class Shelf:
         self._paths = paths
         self._held: dict[Node, float] = {}
         self._charges: dict[Node, _Charge] = {}
-        self._ends: list[tuple[float, int, Node]] = []
+        self.ends: list[tuple[float, int, Node]] = []
 
     def take(self, node: Node, keep: Keep, slots: int) -> bool:
         """Set a node aside until its time is over; False if that would be more than its share."""
@@ -100,7 +101,7 @@ class Shelf:
         if self._paths and above in self._charges:
             self._charges[above].reasons += 1
         self._held[node] = keep.until
-        heappush(self._ends, (keep.until, node.serial, node))
+        heappush(self.ends, (keep.until, node.serial, node))
         return True
 
     def discard(self, node: Node) -> None:
@@ -115,9 +116,9 @@ class Shelf:
             self.share.give_back(charge.seed, self.slot_cost * charge.slots)
             del self._charges[charged]
             charged = charged.parent if self._paths else None
-        if len(self._ends) > 2 * len(self._held) + _SLACK:
-            self._ends = [(until, node.serial, node) for node, until in self._held.items()]
-            heapify(self._ends)
+        if len(self.ends) > 2 * len(self._held) + _SLACK:
+            self.ends = [(until, node.serial, node) for node, until in self._held.items()]
+            heapify(self.ends)
 
     def split(self, upper: Node, lower: Node) -> None:
         """A node of a path was cut in two: what it was charged is divided."""
@@ -128,14 +129,14 @@ class Shelf:
 
     def first(self) -> Node | None:
         """The node whose time is over first."""
-        ends = self._ends
+        ends = self.ends
         while ends and self._held.get(ends[0][2]) != ends[0][0]:
             heappop(ends)
         return ends[0][2] if ends else None
 
     def take_out(self, now: float) -> Iterator[Node]:
         """Take out the nodes whose time is over."""
-        while (node := self.first()) is not None and self._ends[0][0] <= now:
+        while (node := self.first()) is not None and self.ends[0][0] <= now:
             self.discard(node)
             yield node
 

@@ -233,7 +233,8 @@ class EvictionQueue:
         return node
 
     def _first(self, now: float) -> Node | None:
-        self._take_back(now)
+        if self.shelf.ends:
+            self._take_back(now)
         heap, members = self._heap, self.members
         while heap:
             worth, _, node = heap[0]
@@ -349,7 +350,8 @@ class ValueQueue(EvictionQueue):
         self, clock: float, step: float, now: float
     ) -> tuple[float, list[tuple[float, int, Node, float]]] | None:
         """The heap whose head goes first, and its score."""
-        self._take_back(now)
+        if self.shelf.ends:
+            self._take_back(now)
         if self._changed:
             self._take_changes()
         best = None

@@ -325,7 +325,9 @@ class UnifiedRadixTree:
             upper.digests, node.digests = node.digests[:pages], node.digests[pages:]
         self._divide(upper, node)
         for place in (FULL_DEVICE, FULL_HOST):
-            self.queues[place].shelf.split(upper, node)
+            shelf = self.queues[place].shelf
+            if shelf.ends:
+                shelf.split(upper, node)
         # A window is locked page by page, unlike a path, whose end locks all of it. So a node knows the lock
         # lists that name its windows, and the new half joins them. Walking the window again when the lease
         # closes would not do: the tree may have changed, and the walk would unlock other nodes.
