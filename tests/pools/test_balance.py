@@ -89,7 +89,7 @@ def test_the_split_that_the_traffic_asks_for_is_named_with_the_option_that_gives
 
 
 def test_few_states_and_windows_on_the_device_are_said_with_the_option():
-    """Unless their number was chosen."""
+    """If their number was chosen, one state alone: it keeps nothing."""
     device = {"kv": 463, "swa": 19, "mamba": 1}
     states, windows = (
         f"device_bytes leaves pool {name!r} {words} requests at a time and hardly a hit beside them: raise "
@@ -97,7 +97,10 @@ def test_few_states_and_windows_on_the_device_are_said_with_the_option():
         for name, words in (("mamba", "1 states, enough for 1"), ("swa", "19 window pages, enough for 3"))
     )
     assert find_few_slots(SPEC, SizeOptions(), device) == [windows, states]
-    assert find_few_slots(SPEC, SizeOptions(device_slots={"mamba": 1}), device) == [windows]
+    said, chosen = find_few_slots(SPEC, SizeOptions(device_slots={"mamba": 1}), device)
+    assert said == windows
+    assert "device_slots['mamba'] is 1" in chosen
+    assert find_few_slots(SPEC, SizeOptions(device_slots={"mamba": 2}), {**device, "mamba": 2}) == [windows]
     assert find_few_slots(SPEC, SizeOptions(), {"kv": 463, "swa": 20, "mamba": 4}) == []
 
 

@@ -69,7 +69,7 @@ _FEW = 4
 
 
 def find_few_slots(spec: ModelSpec, options: SizeOptions, device: Mapping[str, int]) -> list[str]:
-    """What to say of pools whose share of the device memory serves few requests.
+    """What to say of pools whose share of the device memory serves few requests, and of a single state.
 
     Args:
         spec: the model's pools.
@@ -79,6 +79,11 @@ def find_few_slots(spec: ModelSpec, options: SizeOptions, device: Mapping[str, i
     found = []
     for pool in spec.owners[1:]:
         requests = device[pool.name] // max(window_pages(pool), 1)
+        if not pool.per_token and options.device_slots.get(pool.name) == 1:
+            found.append(
+                f"device_slots[{pool.name!r}] is 1, the state of the one request that runs: none is kept "
+                "on the device, and nothing is hit there; set it to 2 or more"
+            )
         if requests < _FEW and pool.name not in options.device_slots:
             kind = "window pages" if pool.per_token else "states"
             found.append(

@@ -122,7 +122,9 @@ TEMPLATE = "chat_template.jinja"
         (config(num_hidden_layers=7), "config.json: .*num_hidden_layers"),
         (config(layer_types=["full_attention", "bogus"] * 2), "config.json: .*layer_type.*bogus"),
         (config(num_key_value_heads=3), r"k_proj.weight is \[48, 64\] by config.json, but \[32, 64\]"),
+        (config(num_attention_heads=0), "config.json: .*zero"),
         (config(hidden_size="a"), "config.json: .*hidden_size"),
+        (config(max_position_embeddings=-1), "config.json: max_position_embeddings is -1"),
         (config(dtype="float99"), "config.json: .*float99"),
         (written("generation_config.json", "{"), "generation_config.json: no JSON"),
         (

@@ -46,6 +46,7 @@ _NAMED = 3
 
 UNREADABLE = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, EOFError),
+    *(ArithmeticError, AssertionError),
     *(StrictDataclassError, SafetensorError, pickle.UnpicklingError),
 )
 """What transformers raises of files that are cut, missing, or contradict each other."""

@@ -106,10 +106,20 @@ def load_checkpoint(
         model=model,
         tokenizer=_byte_tokenizer(model) if as_bytes else _tokenizer(folder, model, template, stop_ids),
         stop_ids=stop_ids,
-        context=int(getattr(_text_config(model), "max_position_embeddings", 0) or 1 << 20),
+        context=_context(folder, model),
         temperature=temperature,
         top_p=top_p,
     )
+
+
+def _context(folder: Path, model: PreTrainedModel) -> int:
+    """Return the most positions; for models without a limit, a million."""
+    positions = int(getattr(_text_config(model), "max_position_embeddings", 0) or 1 << 20)
+    if positions < 1:
+        raise refusal(
+            folder / "config.json", f"max_position_embeddings is {positions}", "set how many tokens it takes"
+        )
+    return positions
 
 
 def _byte_tokenizer(model: PreTrainedModel) -> ByteTokenizer:
