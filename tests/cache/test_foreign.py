@@ -71,6 +71,7 @@ async def test_a_stream_of_something_else_is_refused_and_nothing_is_lost(call: s
 CALLS: dict[str, Callable[[HybridCache], Coroutine[Any, Any, Any]]] = {
     "HybridCache.aclose": lambda cache: cache.aclose(),
     "HybridCache.drain": lambda cache: cache.drain(),
+    "HybridCache.sync": lambda cache: cache.sync(),
     "HybridCache.flush": lambda cache: cache.flush(),
     "HybridCache.verify_ranks": lambda cache: cache.verify_ranks(),
     "HybridCache.attach_storage": lambda cache: cache.attach_storage("memory"),
@@ -120,7 +121,9 @@ def test_another_event_loop_is_told_so_instead_of_waiting_for_ever():
         first.run(here_again())
 
 
-@pytest.mark.parametrize("call", ["update_weights", "attach_storage", "detach_storage", "clear_storage"])
+@pytest.mark.parametrize(
+    "call", ["update_weights", "attach_storage", "detach_storage", "clear_storage", "sync", "flush"]
+)
 @pytest.mark.asyncio
 async def test_closing_meanwhile_is_no_crash(call: str, tmp_path: Path):
     """At whatever step the cache is closed, the call ends, by its result or ClosedError."""
