@@ -250,6 +250,14 @@ async def flush(stage: Stage, at: At) -> None:
     await at(stage.cache.flush())
 
 
+async def sync(stage: Stage, at: At) -> None:
+    async with stage.cache.request(NEW) as request:
+        await stage.compute(request, NEW)
+    await stage.cache.detach_storage()  # other storage has nothing of it
+    await stage.cache.attach_storage(stage.storage)
+    await at(stage.cache.sync())
+
+
 async def attach(stage: Stage, at: At) -> None:
     await stage.cache.detach_storage()
     await at(stage.cache.attach_storage(stage.storage))
@@ -341,6 +349,7 @@ SCENARIOS: dict[str, list[Scenario]] = {
     "Opening.__await__": [close_what_was_awaited],
     "HybridCache.drain": [drain],
     "HybridCache.flush": [flush],
+    "HybridCache.sync": [sync],
     "HybridCache.verify_ranks": [verify_ranks],
     "HybridCache.attach_storage": [attach],
     "HybridCache.detach_storage": [detach_what_is_read_from],
