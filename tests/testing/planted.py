@@ -41,7 +41,7 @@ from asynchicache.tree import copies, tails
 from asynchicache.tree.keeps import HintShare
 from asynchicache.tree.node import FULL, FULL_HOST, RESIDENT, Node, SlotPlace, place_of
 from asynchicache.tree.radix_tree import PathLease, UnifiedRadixTree
-from asynchicache.types import MissReason, Outcome, Tier
+from asynchicache.types import Coverage, MissReason, Outcome, Tier
 
 Patch = pytest.MonkeyPatch
 
@@ -683,6 +683,31 @@ def lookups_wait_for_pages(patch: Patch) -> None:
         self._lookups = self._pages
 
     patch.setattr(GuardedPool, "__init__", one_lane)
+
+
+@bug
+def cut_plan_forgets_why(patch: Patch) -> None:
+    patch.setattr(RequestState, "cut", nothing)
+
+
+@bug
+def what_arrived_by_the_deadline_is_lost(patch: Patch) -> None:
+    patch.setattr(PrefetchPlanner, "settle", lambda *_: [])
+
+
+@bug
+def reads_begin_for_nobody(patch: Patch) -> None:
+    patch.setattr(Prefetcher, "_drop", nothing)
+
+
+@bug
+def what_is_read_ahead_is_lost_in_the_queue(patch: Patch) -> None:
+    patch.setattr(Prefetcher, "rest", Prefetcher.leave)
+
+
+@bug
+def windows_keep_no_page_more(patch: Patch) -> None:
+    patch.setattr(Coverage, "kept", property(lambda self: self.pages or 0))
 
 
 @bug

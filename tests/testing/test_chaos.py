@@ -30,7 +30,7 @@ from asynchicache.testing.chaos.search import Findings, run_seeds, search
 from asynchicache.testing.chaos.shrink import Shrinker, violation_kind
 from asynchicache.testing.chaos.workload import draw_script
 
-SEEDS = (*range(13), *(200 + edge for edge in EDGES))
+SEEDS = (*range(13), *(200 + edge for edge in EDGES if edge < 27))
 FOUND = Path(__file__).parents[1] / "data" / "chaos"
 
 

@@ -23,6 +23,7 @@ from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.testing.chaos.calls import Call
 from asynchicache.testing.chaos.costs import CostOracle
+from asynchicache.testing.chaos.identity import PageNames
 from asynchicache.testing.chaos.ledger import Ledger
 from asynchicache.testing.chaos.presence import (
     in_memory,
@@ -49,6 +50,7 @@ from asynchicache.testing.chaos.script import (
 )
 from asynchicache.testing.chaos.steady import BOUND_SECONDS, SteadyTraffic
 from asynchicache.testing.chaos.store import ChaosStore
+from asynchicache.testing.chaos.waste import MOST_FOR_NOBODY, WasteOracle
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place_of
 from asynchicache.types import (
@@ -229,6 +231,46 @@ def test_a_page_is_known_once_it_was_read_or_written() -> None:
     costs.memory = {B}
     costs.call("get", B)
     assert not costs.oracle.knows("kv", B), "what memory has computed is known to no storage"
+
+
+# Waste
+
+
+def test_a_read_begins_for_somebody() -> None:
+    awaited = {A, B}
+    ledger = Ledger()
+    waste = WasteOracle(ledger, lambda digests: sum(digest in awaited for digest in digests), lambda: True)
+    waste.began(Call("get", "kv", [A, B] * MOST_FOR_NOBODY, 0.0), ())
+    waste.began(Call("exists", "kv", [C] * 2 * MOST_FOR_NOBODY, 0.0), ())
+    waste.began(Call("get", "kv", [A, *[C] * MOST_FOR_NOBODY], 0.0), ())
+    assert (ledger.violations, ledger.costs["read_for_nobody"]) == ([], MOST_FOR_NOBODY)
+    for _ in range(2):
+        waste.began(Call("get", "kv", [C, B], 0.0), ())
+    assert ledger.violations == [f"read for nobody: more than {MOST_FOR_NOBODY} pages"]
+
+
+# Names
+
+
+def test_no_digest_and_no_key_stands_for_two_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger, tokens = Ledger(), array("q", range(5))
+    names = PageNames(2, ledger)
+    turns = [
+        ClientTurn(prompt=(1,), tenant=tenant, salt=salt) for tenant in (None, "a") for salt in (None, "a")
+    ]
+    assert len({name for turn in turns for name in names.of(tokens, turn)}) == 2 * len(turns)
+    assert names.of(tokens[:2], turns[1]) == names.of(tokens, turns[1])[:1]
+    for identity in ("old/", "new/"):
+        names.stored(key(identity.encode().ljust(32)), identity)
+    assert ledger.violations == []
+    names.stored(key(b"old/".ljust(32)), "new/")
+    assert ledger.violations == ["identity: one key of 'kv' for two pages"]
+    monkeypatch.setattr("asynchicache.testing.chaos.identity.namespace_seed", lambda tenant, salt: b"")
+    PageNames(2, ledger).of(tokens, turns[0])
+    assert len(ledger.violations) == 1
+    for turn in turns[:2]:
+        names.of(array("q", range(9, 11)), turn)
+    assert ledger.violations[1:] == ["identity: one digest for two pages"]
 
 
 # Promises
@@ -689,6 +731,17 @@ def test_what_matched_is_to_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(
         words.startswith("hit: 0 of 8 tokens that matched, though there was room") for words in found()
     )
+
+
+def test_a_script_says_what_a_request_must_find() -> None:
+    def asked(least: int) -> list[str]:
+        first, second = script().lives
+        turn = msgspec.structs.replace(second.clients[0].turns[0], least=least)
+        life = msgspec.structs.replace(second, clients=(ChaosClient(turns=(turn,)),))
+        return run_script(msgspec.structs.replace(script(), lives=(first, life))).violations
+
+    assert asked(5) == []
+    assert asked(6) == ["least: 5 pages, reason none, though 6 of 5 must be there"]
 
 
 @pytest.mark.parametrize(

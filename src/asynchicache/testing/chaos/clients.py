@@ -137,12 +137,16 @@ class ChaosEngine:
         self.did("durable")
         seed, size = seed_of(turn), self.cache.spec.page_size
         tokens = request.tokens[: length // size * size]
-        self.hits.wanted(page_digests(tokens, size, seed))
+        digests = page_digests(tokens, size, seed)
+        self.hits.wanted(digests)
         if self._promises is None:
-            await request.durable()
+            with self.hits.confirming(digests):
+                await request.durable()
             return
         with self._promises.waiting() as gone:
-            if await request.durable() and self._device.error is None:  # a failed device publishes nothing
+            with self.hits.confirming(digests):
+                durable = await request.durable()
+            if durable and self._device.error is None:  # a failed device publishes nothing
                 # Another request may have left a state there since, which this one did not ask about.
                 end = resumable_tokens(request, size)
                 path = self.hits.path(tokens, seed, len(tokens) // size, ends=end == len(tokens))
@@ -189,7 +193,10 @@ class ChaosEngine:
             case = await self._matched(request, turn)
             if turn.admit:
                 self.did("admit")
+                matched = request.hit.tokens
                 await request.admit()
+                if request.hit.tokens < matched:
+                    case.reached = 0  # it let go of its match while it waited
             self.did("load")
             with self.hits.loading(request, case):
                 ticket = request.load()

@@ -14,7 +14,7 @@ PageName: TypeAlias = tuple[str, bytes]
 """Pool and digest."""
 
 KINDS = (
-    *("asked", "asked_twice", "read", "read_twice", "read_needlessly", "read_in_vain"),
+    *("asked", "asked_twice", "read", "read_twice", "read_needlessly", "read_in_vain", "read_for_nobody"),
     *("written", "written_twice"),
 )
 """What is counted, in pages: `asked`, `read` and `written` are all that were."""
@@ -41,6 +41,7 @@ class CostOracle:
         calm: Callable[[], bool],
         waiting: Callable[[bytes, float], bool],
         there: Callable[[str], Container[bytes]],
+        confirmed: Container[bytes] = (),
     ) -> None:
         """
         Args:
@@ -49,12 +50,14 @@ class CostOracle:
             calm: returns whether storage never failed, so that no call is a retry.
             waiting: returns whether a request that began to wait after a given time wants a page.
             there: returns a pool's pages in memory.
+            confirmed: pages that `durable` asks for, whatever others ask.
         """
         self._pools = pools
         self._ledger = ledger
         self._calm = calm
         self._waiting = waiting
         self._there = there
+        self._confirmed = confirmed
         self._known: set[PageName] = set()
         self._written: set[PageName] = set()
         self._gaps = 0
@@ -134,7 +137,8 @@ class CostOracle:
         """Pages with another query in flight, or whose interested requests all waited during the last query.
         Pages in memory do not count: querying whether storage has them serves another purpose.
         """
-        again = [page for page in pages if page[1] in asked or self._knew(page)]
+        others = [page for page in pages if page[1] not in self._confirmed]
+        again = [page for page in others if page[1] in asked or self._knew(page)]
         there = self._there(self._pools[0]) if again else ()
         return [page for page in again if page[1] not in there]
 

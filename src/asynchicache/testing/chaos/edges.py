@@ -211,12 +211,76 @@ def draw_deadline(chance: random.Random, seed: int, model: ModelShape) -> Script
     return Script(seed=seed, model=model, lives=(warm, cold))
 
 
+def draw_abandoned(chance: random.Random, seed: int, model: ModelShape) -> Script:
+    """Clients ask for documents in slow storage and hang up, then one asks that stays: it has twice the time
+    that it takes alone."""
+    pages, spec = chance.randrange(12, 24), model.spec()
+    documents = [_turn(_tokens(number, pages, model)) for number in range(chance.randrange(8, 20))]
+    link = StorageLink(
+        page_seconds=0.001, concurrency=chance.choice([0, 1, 2]), batch_pages=chance.choice([0, 4])
+    )
+    gone = [ChaosClient(turns=(turn,), cancel=0.02) for turn in documents]
+    stays = _replaced(chance.choice(documents), wait=0.03, least=pages)
+    room = roomy(model, device=_ROOMY, host=len(documents) * (pages + 4) + 8)
+    sizes = {name: _replaced(room[name], device=room[name].host) for name in room}
+    warm = _life(model, sizes=sizes, clients=_one_client(documents))
+    clients = (*gone, ChaosClient(turns=(stays,)))
+    patience = 2 * pages * len(spec.pools) * link.page_seconds + 0.1
+    policy = PrefetchPolicy.TIMEOUT
+    cold = _replaced(warm, clients=clients, link=link, prefetch=policy, patience=patience)
+    return Script(seed=seed, model=model, lives=(warm, cold))
+
+
+def draw_queue(chance: random.Random, seed: int, model: ModelShape) -> Script:
+    """Many prompts soon after each other after a restart: each rests until its turn, and the host holds half
+    of them."""
+    pages, many = chance.randrange(4, 9), chance.randrange(8, 17)
+    prompts = [_turn(_tokens(number, pages, model)) for number in range(many)]
+    warm = _life(model, clients=_one_client(prompts))
+    sizes = _sizes(model, device=_ROOMY, host=many * pages // 2 + 2)
+    clients = tuple(
+        ChaosClient(turns=(_replaced(turn, rest=0.05 + 0.03 * number, least=pages, wait=0.003 * number),))
+        for number, turn in enumerate(prompts)
+    )
+    return Script(seed=seed, model=model, lives=(warm, _replaced(warm, sizes=sizes, clients=clients)))
+
+
+def draw_stuck(chance: random.Random, seed: int, model: ModelShape) -> Script:
+    """The pages of one prompt hang when they are read, and it is asked for again and again; others do not."""
+    pages, others = chance.randrange(6, 12), chance.randrange(2, 5)
+    stuck, *prompts = [_turn(_tokens(number, pages, model)) for number in range(others + 1)]
+    warm = _life(model, clients=_one_client([stuck, *prompts]))
+    link = StorageLink(stuck=stuck.prompt, concurrency=chance.choice([0, 4, 8]))
+    host = (others + 1) * (pages + (model.window or 0) + 4)
+    again = [
+        _replaced(stuck, wait=0.02, patience=0.015, hint="transient") for _ in range(chance.randrange(3, 7))
+    ]
+    found = [_replaced(turn, wait=0.03, least=pages) for turn in prompts]
+    cold = _replaced(
+        warm,
+        sizes=_sizes(model, device=_ROOMY, host=host),
+        clients=(*_one_client(again), *_one_client(found)),
+        link=link,
+    )
+    return Script(seed=seed, model=model, lives=(warm, cold))
+
+
+SEEDS_AN_EDGE = 40
+"""Of so many seeds, one is for each remainder that is named below."""
+
 EDGES: dict[int, Situation] = {
-    1: draw_identities,
+    **dict.fromkeys((1, 21), draw_identities),
     3: draw_larger_than_host,
-    7: draw_questions,
-    13: draw_neighbour,
-    17: draw_returns,
+    5: draw_deadline,
+    **dict.fromkeys((7, 27), draw_questions),
+    **dict.fromkeys((9, 29), draw_dirty_close),
+    **dict.fromkeys((11, 31), draw_whole_pages),
+    **dict.fromkeys((13, 33), draw_neighbour),
+    **dict.fromkeys((15, 35), draw_promises),
+    **dict.fromkeys((17, 37), draw_returns),
+    **dict.fromkeys((19, 39), draw_abandoned),
+    23: draw_queue,
+    25: draw_stuck,
 }
 """By the remainder of a seed, what its script is about."""
 

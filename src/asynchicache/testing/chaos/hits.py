@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from asynchicache.planner.readings import StorageRead
 from asynchicache.planner.state import CacheState
 from asynchicache.testing.chaos.costs import CostOracle
 from asynchicache.testing.chaos.faults import FaultDraws
+from asynchicache.testing.chaos.inside import is_waiting
 from asynchicache.testing.chaos.ledger import Ledger
 from asynchicache.testing.chaos.presence import (
     PageFlags,
@@ -38,6 +40,7 @@ from asynchicache.testing.chaos.presence import (
 )
 from asynchicache.testing.chaos.recency import RecencyOracle, StoredPath
 from asynchicache.testing.chaos.storage import ChaosStorage
+from asynchicache.testing.chaos.waste import WasteOracle
 from asynchicache.tree import tails
 from asynchicache.tree.keeps import HINTED_SHARE
 from asynchicache.tree.node import FULL, FULL_HOST, Node, SlotPlace, component_of, place_of
@@ -114,11 +117,7 @@ class HitCase:
 
 
 class HitOracle:
-    """Judges the requests of one cache.
-
-    Attributes:
-        changing: its weights are being changed.
-    """
+    """Judges the requests of one cache."""
 
     def __init__(
         self,
@@ -157,12 +156,15 @@ class HitOracle:
             MissReason.WINDOW: any(pool.per_token for pool in cache.spec.owners[1:]),
         }
         self._waiting: list[HitCase] = []
+        self._asking: list[tuple[Request, set[bytes]]] = []
         self._wanted: dict[bytes, float] = {}
         self.recency = recency
         self._pools = [pool.name for pool in cache.spec.pools]
-        self.costs = CostOracle(self._pools, ledger, storage.never_troubled, self._wanted_since, self._holds)
+        self._confirmed: Counter[bytes] = Counter()
+        calm = storage.never_troubled
+        self.costs = CostOracle(self._pools, ledger, calm, self._wanted_since, self._holds, self._confirmed)
         self._refused = 0
-        self.changing = False
+        self._changing = False
         self._favours: list[tuple[float, int]] = []  # until when how many pages
         self._clock = asyncio.get_running_loop().time
 
@@ -186,7 +188,21 @@ class HitOracle:
             stack.enter_context(patch.object(reads, "next_read", partial(self._next_read, reads.next_read)))
             stack.enter_context(self._storage.store.watched(self._forgotten))
             self._storage.calls.listeners.append(self.costs)
+            if self._options.policy is not PrefetchPolicy.BEST_EFFORT:  # which reads for later requests
+                waste = WasteOracle(self._ledger, self._awaited, self._storage.never_troubled)
+                self._storage.calls.listeners.append(waste)
             yield
+
+    @contextmanager
+    def changing_weights(self) -> Iterator[None]:
+        """During the body, the weights change: what storage has of others is of no interest any more."""
+        self._changing = True
+        self.costs.forget()
+        try:
+            yield
+        finally:
+            self._changing = False
+            self.costs.forget()
 
     # Stages of a request
 
@@ -211,7 +227,7 @@ class HitOracle:
 
     def _is_over(self, case: HitCase) -> bool:
         """Whether the weights are changing, or have changed since the request began."""
-        return self.changing or case.epoch != self._tree.epoch
+        return self._changing or case.epoch != self._tree.epoch
 
     def _matched_tokens(self, request: Request, case: HitCase, whole: int, *, now: bool) -> None:
         """As `matched`, where prefixes may end inside a page."""
@@ -231,20 +247,23 @@ class HitOracle:
     @contextmanager
     def prefetching(self, request: Request, case: HitCase, *, patient: bool) -> Iterator[None]:
         """A request waits for storage. `patient`: as long as the policy allows."""
-        self._begin(case)
+        self._asking.append((request, self._begin(case)))
         refusals, answered = self._refusals, False
         try:
             yield
             answered = True
         finally:
             self._waiting.remove(case)
+            if not answered:
+                case.allowed.add(MissReason.DEADLINE)  # that of its client
             if not (
                 self._excused() or self._is_over(case)
             ):  # also if it gave up: it may have learned what storage has
                 case.refused = self._refusals > refusals
                 self._answered(request, case, patient=patient and answered)
 
-    def _begin(self, case: HitCase) -> None:
+    def _begin(self, case: HitCase) -> set[bytes]:
+        """A request begins to wait; returns the digests of all pages and tails that it may read."""
         case.began = self._clock()
         case.admitted = self._storage.admits(self._controller)
         digests = page_digests(case.tokens[: case.limit * self._size], self._size, case.seed)
@@ -256,10 +275,12 @@ class HitOracle:
             self._seen(case, pages[FULL], pages)
         self._note_readable(case, case.memory, either)
         case.tails = self._tails_in_storage(case, digests, either)
+        wanted = {*digests, *case.tails}
         self._waiting.append(case)
         self.wanted(digests)
         if self.recency is not None:
             self.recency.asked(digests)
+        return wanted
 
     def _tails_in_storage(
         self, case: HitCase, digests: Sequence[bytes], either: PageFlags
@@ -300,6 +321,15 @@ class HitOracle:
         """The cache queries storage for pages."""
         self._wanted.update(dict.fromkeys(digests, self._clock()))
 
+    @contextmanager
+    def confirming(self, digests: Sequence[bytes]) -> Iterator[None]:
+        """During the body, `durable` asks for pages, again after it has written them once more."""
+        self._confirmed.update(digests)
+        try:
+            yield
+        finally:
+            self._confirmed -= Counter(digests)  # which drops those that are not any more
+
     def _wanted_since(self, digest: bytes, moment: float) -> bool:
         return self._wanted.get(digest, 0.0) > moment - _TURN_SECONDS
 
@@ -312,6 +342,11 @@ class HitOracle:
                 first, end = span(self._tree, node, component_id)
                 found.update(self._tree.digests(node)[first - end :])
         return found
+
+    def _awaited(self, digests: Sequence[bytes]) -> int:
+        """How many of these pages a request has asked for that has not loaded yet."""
+        self._asking = [(request, wanted) for request, wanted in self._asking if is_waiting(request)]
+        return sum(any(digest in wanted for _, wanted in self._asking) for digest in digests)
 
     @property
     def _asks(self) -> bool:
@@ -342,6 +377,7 @@ class HitOracle:
             case.allowed |= _FAILURES
         if waited >= self._options.deadline(0) or self._options.policy is PrefetchPolicy.BEST_EFFORT:
             case.allowed.add(MissReason.DEADLINE)
+        case.refused |= case.furthest > self._state.free[FULL_HOST].capacity  # not all of it fits at once
         if case.refused or not self._asks:
             case.allowed.add(MissReason.HOST_CAPACITY)
         if not (calm and patient):
@@ -465,6 +501,11 @@ class HitOracle:
         pages, reason = request.hit.tokens // self._size, request.hit.reason
         if (reason is MissReason.NONE) != (pages >= case.limit):
             self._violated(f"reason: {reason.value}, with {pages} of {case.limit} pages")
+        if reason is MissReason.COLD and pages < case.reached:
+            self._violated(
+                f"reason: cold, with {pages} of {case.limit} pages, though memory and storage had "
+                f"{case.reached} full pages all the time"
+            )
         if reason in case.allowed or reason in (MissReason.NONE, MissReason.COLD):
             return
         if not (self._has.get(reason) and (case.held_back or case.furthest > pages)):

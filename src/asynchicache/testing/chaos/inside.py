@@ -10,7 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
-from asynchicache.cache import HybridCache
+from asynchicache.cache import HybridCache, Request
 from asynchicache.layouts import POISON
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.state import CacheState
@@ -117,6 +117,12 @@ class CacheInternals:
             ("copies in flight", state.tier_copies),
             ("lists of locks", state.locked),
         ]
+
+
+def is_waiting(request: Request) -> bool:
+    """Whether a request may still use what is read for it: it is neither loaded nor closed."""
+    state = request._state  # noqa: SLF001 - looks inside
+    return state is not None and not state.loaded
 
 
 def marked_stored(cache: HybridCache) -> Iterator[tuple[str, Sequence[bytes]]]:

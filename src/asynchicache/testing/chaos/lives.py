@@ -131,7 +131,14 @@ class _LifeRun:
         self._draws = FaultDraws(world.random, ledger.faults)
         self._device = ChaosDevice(world.loop, world.loop.random, life.device, self._draws)
         self._storage = ChaosStorage(
-            store, life.storage, self._host_pages, self._draws, ledger, life_limits(life), life.link
+            store,
+            life.storage,
+            self._host_pages,
+            self._draws,
+            ledger,
+            life_limits(life),
+            life.link,
+            script.model.page_size,
         )
         self._recency = recency
         self._paged: PagedMemory | None = None
@@ -294,11 +301,8 @@ class _LifeRun:
             case "weights" if self._life.weights is not None:
                 self._weights = event.weights  # from here on, what is computed is computed with them
                 engine.learn_weights()
-                engine.hits.changing = True
-                try:
+                with engine.hits.changing_weights():
                     await cache.update_weights(event.weights)
-                finally:
-                    engine.hits.changing = False
             case "jump":
                 draws.count("clock.jump")
                 self._world.loop.skip(event.seconds)

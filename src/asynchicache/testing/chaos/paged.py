@@ -43,12 +43,27 @@ def _paged(life: Life, spec: ModelSpec) -> Life:
     policy = life.write_policy
     if policy is WritePolicy.WRITE_BACK:
         policy = WritePolicy.WRITE_THROUGH
+    clients = tuple(
+        msgspec.structs.replace(client, turns=tuple(map(_for_pages, client.turns))) for client in life.clients
+    )
     life = msgspec.structs.replace(
-        life, sizes=sizes, write_policy=policy, steady=None, poor=None, paged=True, shared=0
+        life,
+        sizes=sizes,
+        clients=clients,
+        write_policy=policy,
+        steady=None,
+        poor=None,
+        paged=True,
+        shared=0,
     )
     if not shared:
         return life
     return msgspec.structs.replace(life, shared=_shared_bytes(life, spec, shared))
+
+
+def _for_pages(turn: ClientTurn) -> ClientTurn:
+    """A request whose pages its engine has: it is not suspended, and finds what other sizes leave it."""
+    return msgspec.structs.replace(turn, through=(), least=0)
 
 
 def _shared_bytes(life: Life, spec: ModelSpec, wanted: int) -> int:
@@ -145,7 +160,9 @@ class PagedChaosEngine(ChaosEngine):
                 self.did("load")
                 whole = request.hit.tokens // self.cache.spec.page_size
                 with self.hits.loading(request, case):
-                    tickets.append(request.load(into=self.blocks.named(tables, whole), after=self.stream))
+                    tickets.append(
+                        request.load(into=self.blocks.named(tables, whole, whole), after=self.stream)
+                    )
                 forwards = PagedForwards(self, request, turn, tables, tickets)
                 await tickets[0].submitted()
                 self._count(request)

@@ -223,11 +223,13 @@ class StorageLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         page_seconds: time that a page's bytes take on a wire that the reads and writes of all pools share.
             Questions do not need it.
         concurrency, batch_pages: of the engine's capabilities; 0: the defaults.
+        stuck: a prompt whose pages hang when they are read.
     """
 
     page_seconds: float = 0.0
     concurrency: int = 0
     batch_pages: int = 0
+    stuck: tuple[int, ...] = ()
 
 
 class DeviceFaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -4,6 +4,7 @@ oracles know when there was no fault."""
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ from dataclasses import replace
 from asynchicache.backends.memory import MemoryBackend, MemoryEngine
 from asynchicache.cache import HybridCache
 from asynchicache.controller.controller import HybridCacheController
-from asynchicache.hashing import ObjectKey
+from asynchicache.hashing import ObjectKey, page_digests
 from asynchicache.storage.breaker import BreakerState
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine, StorageBackend, touch_of
@@ -63,6 +64,7 @@ class ChaosStorage:
         ledger: Ledger,
         limits: PoolLimits,
         link: StorageLink,
+        page_size: int,
     ) -> None:
         self.store = store
         self.calls = Calls(asyncio.get_running_loop().time)
@@ -79,6 +81,8 @@ class ChaosStorage:
         self.ledger = ledger
         self._link = link
         self._wire = asyncio.Lock()
+        self._stuck = set(page_digests(array("q", link.stuck), page_size)) if link.stuck else set()
+        self._mended = asyncio.Event()
         self.backend = TrackedBackend(slow, self.calls, self)
         self._seen = 0
         self._troubled = -1.0
@@ -98,11 +102,17 @@ class ChaosStorage:
         """Whether reads and writes wait for each other."""
         return self._link != StorageLink()
 
-    async def carry(self, pages: int) -> None:
+    async def carry(self, keys: Sequence[ObjectKey]) -> None:
         """Wait until the bytes of some pages have gone over the wire, behind those that came first."""
+        pages = len(keys)
         if self._link.page_seconds:
             async with self._wire:
                 await asyncio.sleep(pages * self._link.page_seconds)
+
+    async def hang(self, keys: Sequence[ObjectKey]) -> None:
+        """Wait for the end of all faults if one of the pages is stuck."""
+        if any(key.digest in self._stuck for key in keys):
+            await self._mended.wait()
 
     def capabilities(self, own: Capabilities) -> Capabilities:
         """Those of an engine over the link."""
@@ -213,6 +223,7 @@ class ChaosStorage:
     def mend(self) -> None:
         """Stop all faults, unless the process was killed."""
         self._stall, self._rates = 0.0, FaultRates()
+        self._mended.set()
         self._faulty.rates = self._rates if not self._cut else FaultRates(raises=1.0)
         self._faulty.release()
 
@@ -261,14 +272,15 @@ class _WatchedCalls:
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         with self._running("get", keys) as call, self._noticing():
-            await self._storage.carry(len(keys))
+            await self._storage.carry(keys)
+            await self._storage.hang(keys)
             outcomes = await self._engine.get(keys, slots)
         self._watched.calls.answered(call, outcomes)
         return outcomes
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         with self._running("put", keys) as call, self._noticing():
-            await self._storage.carry(len(keys))
+            await self._storage.carry(keys)
             outcomes = await self._engine.put(keys, slots)
         self._watched.calls.answered(call, outcomes)
         return outcomes

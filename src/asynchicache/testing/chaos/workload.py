@@ -14,7 +14,7 @@ import msgspec
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.sizing import slot_cost
 from asynchicache.specs import ModelSpec
-from asynchicache.testing.chaos.edges import EDGES
+from asynchicache.testing.chaos.edges import EDGES, SEEDS_AN_EDGE
 from asynchicache.testing.chaos.script import (
     HINTS,
     CacheSizes,
@@ -78,7 +78,7 @@ _EVENTS = (
 
 def draw_script(seed: int) -> Script:
     """The script of a seed; the same on every machine."""
-    if seed >= _FIRST_WAVES and (edge := EDGES.get(seed % _SEEDS_A_WAVE)) is not None:
+    if seed >= _FIRST_WAVES and (edge := EDGES.get(seed % SEEDS_AN_EDGE)) is not None:
         chance = random.Random(f"edge {seed}")
         model = draw_model(chance)
         # With pages of one token, every prompt is whole pages, and has its state a page too late.
