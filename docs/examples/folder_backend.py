@@ -27,7 +27,8 @@ class FolderEngine:
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         paths = [self._folder / key.text() for key in keys]
-        return await self._port.run_blocking(lambda: bytearray([path.exists() for path in paths]))
+        # Other threads than those of the pages: a question never waits for bytes.
+        return await asyncio.to_thread(lambda: bytearray([path.exists() for path in paths]))
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         return await self._each(self._get, keys, slots)

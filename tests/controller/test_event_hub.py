@@ -37,7 +37,8 @@ def finished(work: Coroutine[Any, Any, Any]) -> tuple[int, Any]:
 # A queue
 
 
-def test_what_waits_is_taken_in_order_and_once() -> None:
+@pytest.mark.asyncio
+async def test_what_waits_is_taken_in_order_and_once() -> None:
     events = EventSubscription(3)
     for event in EVENTS[:3]:
         events.put(event)
@@ -47,7 +48,8 @@ def test_what_waits_is_taken_in_order_and_once() -> None:
     assert events.dropped == 0
 
 
-def test_the_oldest_go_when_there_are_too_many() -> None:
+@pytest.mark.asyncio
+async def test_the_oldest_go_when_there_are_too_many() -> None:
     events = EventSubscription(2)
     for event in EVENTS:
         events.put(event)
@@ -221,7 +223,8 @@ def test_after_a_clear_only_what_the_cleared_tiers_still_have_is_told() -> None:
     assert len(told) == 2
 
 
-def test_each_listener_is_told_and_the_tree_is_watched_while_there_is_one() -> None:
+@pytest.mark.asyncio
+async def test_each_listener_is_told_and_the_tree_is_watched_while_there_is_one() -> None:
     sim = simulation(kv=(64, 64))
     hub = EventHub(sim.planner, Namespaces(sim.planner.state.tree.roots))
     tree = sim.planner.state.tree
