@@ -22,7 +22,7 @@ class PagedModel:
     """Random weights; each forward reads and writes device pages by their slots, as a paged kernel does."""
 
     def __init__(self, cache: HybridCache) -> None:
-        self.page = cache.spec.page_size
+        self.page, self.vocabulary = cache.spec.page_size, WORDS
         self.keys, self.values = (cache.device_tensor("kv", name)[0] for name in ("keys", "values"))
         self.sums = cache.device_tensor("mamba", "sum")[0]
         chance = torch.Generator().manual_seed(0)

@@ -46,7 +46,7 @@ for name, config in CHOICES.items():
 starved = CacheConfig(device_slots={"kv": 20_000, "mamba": 300}, host_ratio=4, host_slots={"mamba": 0})
 for warning in find_undersized_pools(SPEC, plan_slots(SPEC, starved, MACHINE)):
     print(warning)
-print(advise_split(SPEC, {"kv": (20_032, 0), "mamba": (313, 0)}, tokens_per_end=16_384))
+print(advise_split(SPEC, {"kv": (20_032, 0), "mamba": (313, 0)}, 16_384, CacheConfig()))
 try:
     plan_slots(SPEC, CacheConfig(device_slots={"kv": 60_000, "mamba": 300}), MACHINE)
 except CapacityError as error:

@@ -267,7 +267,7 @@ class PagedRankMirror(RankMirror):
             try:
                 self._poison(tables)
                 whole = request.hit.tokens // size
-                into = self._blocks.named(tables, whole)
+                into = self._blocks.named(tables, whole, whole)
                 tickets.append(request.load(into=into, after=self._streams[0]))
                 hit, oracles = request.hit.tokens, self.oracles(self.weights)
                 reads, writes = self._paged(tables, tokens, hit // size)
