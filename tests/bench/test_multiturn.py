@@ -113,7 +113,7 @@ def test_windows_of_all_conversations_are_enough() -> None:
     assert report.hit_rate == pytest.approx(0.888795, abs=1e-6)
     assert report.tokens_by_tier == {"device": 4 * 202_048, "host": 0, "storage": 0}
     assert report.verified_pages == 4 * sum(r * 48 - 1 + 2 for r in range(1, 12))
-    assert MultiturnOptions(**options, window=128).sizes.slots()["swa"] == ((4 + 3) * 2 + 1, 30)
+    assert MultiturnOptions(**options, window=128).sizes.slots()["swa"] == ((4 + 3) * 3 + 1, 44)
 
 
 def test_windows_of_real_bytes_give_the_same_figures() -> None:

@@ -69,7 +69,7 @@ class MultiturnOptions(CommandOptions, frozen=True):
                 self.pages, self.mamba_slots, host_ratio=self.host_ratio, offload_states=self.offload_mamba
             )
         window = -(-self.window // self.page_size)
-        slots = (self.num_clients + 3) * window + 1
+        slots = (self.num_clients + 3) * (window + 1) + 1  # a prefix keeps a page more than its window
         return PoolSizes(self.pages, windows=slots, window_pages=window, host_ratio=self.host_ratio)
 
     @property
