@@ -70,7 +70,7 @@ def draw_config(world: SeededWorld, spec: ModelSpec) -> CacheConfig:
         if not pool.per_token:
             device[pool.name] = chance.randrange(4, 9)
         elif window:
-            device[pool.name] = window + chance.randrange(1, 12)
+            device[pool.name] = window + chance.randrange(2, 12)
         else:
             device[pool.name] = chance.randrange(LONGEST + 2, 30)
         host[pool.name] = chance.choice([0, window + chance.randrange(1, 8), 60])
@@ -211,7 +211,7 @@ class Engine:
 
     async def _afterwards(self, request: Request, forwards: Forwards) -> None:
         chance, done = self.world.random, forwards.done
-        if chance.random() < 0.3:
+        if chance.random() < 0.3 and done % PAGE == 0:
             await self._follow(request.snapshot(done, after=self.stream))
             self._snapshot = done
         if chance.random() < 0.5:
