@@ -6,11 +6,10 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from asynchicache import CacheConfig, HybridCache, ModelSpec, Request, prefix_cached
+from asynchicache import CacheBridge, CacheConfig, HybridCache, ModelSpec, Request, prefix_cached
 from asynchicache.integrations.transformers.demo_model import build_demo_model, encode_text
 from asynchicache.integrations.transformers.forward import decode, prefill
-from asynchicache.integrations.transformers.layers import PoolMap
-from asynchicache.integrations.transformers.snapshot import new_cache, restore, write_pages, write_states
+from asynchicache.integrations.transformers.snapshot import new_cache
 
 PAGE = 16
 ANSWER = 32
@@ -24,25 +23,17 @@ def show(spec: ModelSpec) -> None:
         print(f"  {pool.name}: {parts}; a slot takes {pool.slot_bytes(spec.page_size)} bytes")
 
 
-def map_memory(cache: HybridCache) -> PoolMap:
-    """The cache's device memory, by pool and tensor, as the model's layers use it."""
-    pools = {
-        pool.name: {part.name: cache.device_tensor(pool.name, part.name) for part in pool.tensors}
-        for pool in cache.spec.pools
-    }
-    return PoolMap(cache.spec, pools)
-
-
-async def serve(cache: HybridCache, memory: PoolMap, model: PreTrainedModel, prompt: list[int]) -> list[int]:
+async def serve(
+    cache: HybridCache, bridge: CacheBridge, model: PreTrainedModel, prompt: list[int]
+) -> list[int]:
     """Greedy: `ANSWER` tokens after `prompt`."""
     async with cache.request(prompt) as request:
         await request.prefetch()
         await request.load()
         report(request)
-        state = request.state("mamba") if request.hit.tokens else None
-        held = restore(model.config, memory, request.pages("kv"), request.hit.tokens, state)
-        logits = await prefill_rest(request, memory, model, held)
-        return await generate(request, memory, model, held, logits)
+        held = bridge.restore(request)
+        logits = await prefill_rest(request, bridge, model, held)
+        return await generate(request, bridge, model, held, logits)
 
 
 def report(request: Request) -> None:
@@ -52,29 +43,21 @@ def report(request: Request) -> None:
 
 
 async def prefill_rest(
-    request: Request, memory: PoolMap, model: PreTrainedModel, held: DynamicCache
+    request: Request, bridge: CacheBridge, model: PreTrainedModel, held: DynamicCache
 ) -> torch.Tensor:
     """Compute the rest of the prompt, and publish it wherever a forward pass ends."""
     done, prompt = request.hit.tokens, list(request.tokens)
     for end in sorted({*request.cuts, len(prompt)}):
         logits = prefill(model, held, prompt, done, end)
         request.extend(end - done)
-        write(request, memory, held, done, end)
+        bridge.save(request, held, done, end)
         await request.checkpoint(end)
         done = end
     return logits
 
 
-def write(request: Request, memory: PoolMap, held: DynamicCache, start: int, end: int) -> None:
-    """Copy what the model computed from `start` to `end` to the request's own slots."""
-    first, last = start // PAGE, end // PAGE
-    write_pages(held, memory, first, request.pages("kv")[first:last])
-    if end % PAGE == 0:
-        write_states(held, memory, request.state("mamba"), tokens=end)
-
-
 async def generate(
-    request: Request, memory: PoolMap, model: PreTrainedModel, held: DynamicCache, logits: torch.Tensor
+    request: Request, bridge: CacheBridge, model: PreTrainedModel, held: DynamicCache, logits: torch.Tensor
 ) -> list[int]:
     """Decode, keep the state at each page boundary, publish the last one."""
     answer, kept = [int(logits.argmax())], 0
@@ -86,7 +69,7 @@ async def generate(
         answer.append(int(logits.argmax()))
         if (length + 1) % PAGE == 0:
             kept = length + 1
-            write(request, memory, held, kept - PAGE, kept)
+            bridge.save(request, held, kept - PAGE, kept)
             await request.snapshot(kept)
     await request.checkpoint(kept)
     return answer
@@ -125,33 +108,33 @@ async def main() -> None:
         prefetch={"policy": "wait_complete"},
     )
     cache = await HybridCache.open(spec, options)
-    memory = map_memory(cache)
+    bridge = CacheBridge(config, cache)
 
     print("one conversation")
     first = [*SYSTEM, *encode_text("How tall is your tower?")]
-    answer = await serve(cache, memory, model, first)
+    answer = await serve(cache, bridge, model, first)
     second = [*first, *answer, *encode_text(" And how old?")]
-    answer = await serve(cache, memory, model, second)
+    answer = await serve(cache, bridge, model, second)
     third = [*second, *answer, *encode_text(" Who built it?")]
-    answer = await serve(cache, memory, model, third)
+    answer = await serve(cache, bridge, model, third)
 
     print("other questions to the same system prompt")
     wind = [*SYSTEM, *encode_text("Which way is the wind?")]
-    answer = await serve(cache, memory, model, wind)
-    answer = await serve(cache, memory, model, [*SYSTEM, *encode_text("What is the water like?")])
+    answer = await serve(cache, bridge, model, wind)
+    answer = await serve(cache, bridge, model, [*SYSTEM, *encode_text("What is the water like?")])
 
     print("more than the device holds, then the wind again")
     for number in range(3):
         prompt = encode_text(f"{number} is a different prompt, with nothing in common. " * 3)
-        answer = await serve(cache, memory, model, prompt)
+        answer = await serve(cache, bridge, model, prompt)
 
-    answer = await serve(cache, memory, model, wind)
+    answer = await serve(cache, bridge, model, wind)
 
     await cache.aclose()
     print("after a restart")
     cache = await HybridCache.open(spec, options)
-    memory = map_memory(cache)
-    answer = await serve(cache, memory, model, third)
+    bridge = CacheBridge(config, cache)
+    answer = await serve(cache, bridge, model, third)
     print("same answer as without a cache:", answer == uncached(model, third))
     print("broken invariants:", cache.verify())
     await cache.aclose()

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         WireFormatError,
     )
     from asynchicache.integrations.transformers.asking import spec_from_model as spec_from_model
+    from asynchicache.integrations.transformers.bridge import CacheBridge as CacheBridge
     from asynchicache.integrations.transformers.generate import CachedGenerate as CachedGenerate
     from asynchicache.integrations.transformers.generate import prefix_cached as prefix_cached
     from asynchicache.integrations.transformers.generation import Generation as Generation
@@ -98,6 +99,7 @@ _HOMES = {
 }
 _NEED_TRANSFORMERS = {
     "asynchicache.integrations.transformers.asking": ("spec_from_model",),
+    "asynchicache.integrations.transformers.bridge": ("CacheBridge",),
     "asynchicache.integrations.transformers.generate": ("CachedGenerate", "prefix_cached"),
     "asynchicache.integrations.transformers.generation": ("Generation",),
     "asynchicache.integrations.transformers.model": ("PrefixCachedModel",),

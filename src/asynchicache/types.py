@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from operator import index
@@ -190,13 +190,22 @@ def key_array(keys: Sequence[bytes]) -> array[int]:
 def _convert(tokens: Iterable[int]) -> array[int]:
     if isinstance(tokens, bytes | bytearray):  # `array` would read the bytes as 64-bit numbers
         raise InvalidTokensError("tokens are bytes; pass the token ids that a tokenizer gives")
+    if isinstance(tokens, str):
+        raise InvalidTokensError("tokens are text; tokenise it first, and pass the token ids")
+    if isinstance(tokens, Mapping):  # what a tokenizer of transformers returns
+        raise InvalidTokensError(f"tokens are a mapping of {sorted(tokens)}; pass the ids in 'input_ids'")
+    if len(shape := getattr(tokens, "shape", (0,))) != 1:
+        cure = ": pass [0], its only row" if len(shape) == 2 and shape[0] == 1 else ", one prompt a request"
+        raise InvalidTokensError(f"tokens have {len(shape)} dimensions, {list(shape)}; a prompt has 1{cure}")
     values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     try:
         return array("q", values)
     except OverflowError:
         raise InvalidTokensError("a token id is above 2**63 - 1; ids are 64-bit") from None
     except TypeError as error:
-        raise InvalidTokensError(f"tokens are not a flat run of integers: {error}") from None
+        raise InvalidTokensError(
+            f"tokens are not a flat run of integers, one prompt a request: {error}"
+        ) from None
 
 
 def check_number(name: str, value: object) -> None:
