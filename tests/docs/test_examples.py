@@ -18,10 +18,8 @@ from typing import NamedTuple, TypeAlias
 import pytest
 
 import asynchicache
-from asynchicache.cli.commands import COMMANDS
 from asynchicache.cli.parser import build_parser
 from asynchicache.config import CacheConfig
-from asynchicache.options import flags_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -228,13 +226,6 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_every_option_is_in_the_reference() -> None:
     assert missing("reference/configuration.md", list(CacheConfig.__struct_fields__)) == []
-
-
-def test_every_command_and_flag_is_in_the_reference() -> None:
-    words = [" ".join(command.path) for command in COMMANDS]
-    found = [setting for command in COMMANDS for setting in flags_of(command.options)]
-    flags = [setting.name.upper() if setting.positional else setting.flag for setting in found]
-    assert missing("reference/cli.md", words + flags) == []
 
 
 def test_every_room_is_in_the_architecture() -> None:

@@ -4,17 +4,25 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import permutations
 from typing import Any
 
 import pytest
+import torch
 
-from asynchicache.errors import ConfigError, DeadlockError
+from asynchicache.errors import ConfigError, DeadlockError, UsageError
+from asynchicache.integrations.transformers.thread import ModelThread
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.testing.seeded import SeededWorld, run_seeded
+
+WAY_ON = "runs no other thread .*asyncio.to_thread.*world.port.run_blocking.*world.port.worker"
+"""What messages about threads tell."""
 
 Main = Callable[[SeededWorld], Coroutine[Any, Any, Any]]
 
@@ -128,6 +136,7 @@ def test_a_deadlock_lists_the_tasks_that_wait_and_the_seed() -> None:
     assert "other: wait_for_ever (test_seeded_loop.py:" in text
     assert "> Event.wait (locks.py:" in text
     assert "main (test_seeded_loop.py:" in text
+    assert re.search(f"if one of them waits for a thread: .*{WAY_ON}", text)
     assert caught.value.__notes__ == ["seed 17 replays this run"]
 
 
@@ -238,22 +247,51 @@ def test_workers_keep_their_order() -> None:
     run_seeded(0, main)
 
 
-def test_other_threads_are_refused() -> None:
+def test_a_thread_that_calls_the_loop_ends_the_run_whatever_it_does_with_its_error() -> None:
     async def main(world: SeededWorld) -> None:
-        refused: list[str] = []
+        answer = world.loop.create_future()
 
         def intrude() -> None:
-            try:
-                world.loop.call_soon_threadsafe(print)
-            except RuntimeError as error:
-                refused.append(str(error))
+            with suppress(UsageError):
+                world.loop.call_soon_threadsafe(answer.set_result, None)
 
-        thread = threading.Thread(target=intrude)
+        thread = threading.Thread(target=intrude, name="mine")
         thread.start()
         thread.join()
-        assert refused == ["a seeded loop has one thread; let other work go through its port"]
+        await answer
 
-    run_seeded(0, main)
+    with pytest.raises(UsageError, match=f"seed 3: thread 'mine' called the loop; .*{WAY_ON}"):
+        run_seeded(3, main)
+
+
+async def of_an_executor(world: SeededWorld) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        await asyncio.wrap_future(threads.submit(time.monotonic))
+
+
+async def of_a_model(world: SeededWorld) -> None:
+    with ModelThread(torch.device("cpu")) as thread:
+        await thread.run(time.monotonic)
+
+
+async def of_a_model_that_nobody_awaits(world: SeededWorld) -> None:
+    with ModelThread(torch.device("cpu")) as thread:
+        thread.submit(time.monotonic)
+
+
+@pytest.mark.parametrize("thread", [of_an_executor, of_a_model, of_a_model_that_nobody_awaits])
+@pytest.mark.filterwarnings("error")
+def test_a_thread_that_is_waited_for_is_refused_in_words(thread: Main) -> None:
+    with pytest.raises(UsageError, match=f"seed 5: .*{WAY_ON}"):
+        run_seeded(5, thread)
+
+
+def test_an_executor_of_ones_own_goes_through_the_loop() -> None:
+    async def main(world: SeededWorld) -> int:
+        with ThreadPoolExecutor(1) as threads:
+            return await world.loop.run_in_executor(threads, threading.get_ident)
+
+    assert run_seeded(0, main) == threading.get_ident()
 
 
 # A planted bug: slots are given back when the waiter is cancelled, while the copy still writes to them.

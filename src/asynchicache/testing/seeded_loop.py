@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import struct
+import sys
 import threading
 import zlib
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from itertools import count
 from types import CoroutineType
 from typing import Any, TypeVar, TypeVarTuple
 
-from asynchicache.errors import ConfigError, DeadlockError
+from asynchicache.errors import ConfigError, DeadlockError, UsageError
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -30,14 +31,20 @@ STEP_SECONDS = 1e-6
 BLOCKING_SECONDS = 1e-3
 """The mean time until a blocking call begins, and again until its caller is told."""
 
+_INSTEAD = (
+    "a seeded loop runs no other thread and waits for none: use `await asyncio.to_thread(call)` or "
+    "`await world.port.run_blocking(call)`, and `world.port.worker(name)` where calls have an order"
+)
+
 
 class SeededLoop(asyncio.BaseEventLoop):
     """Runs coroutines in one of their possible orders, chosen by `seed`.
 
     Ready callbacks run in random order, not first in, first out, which exposes code that relies on the
     order of two tasks. Blocking calls (`run_in_executor`, `asyncio.to_thread`) run on the loop itself after
-    a random delay, and their results arrive after another one. Sockets, signals, processes and other
-    threads are not supported, so `anyio.to_thread` does not work.
+    a random delay, and their results arrive after another one. Sockets, signals and processes are not
+    supported. Nor are other threads, as `anyio.to_thread`, an executor's `submit` and `ModelThread` have
+    them: to wait for one raises `UsageError`, or `DeadlockError` if that is seen only at the end.
 
     Attributes:
         random: chooses callbacks and durations.
@@ -68,6 +75,7 @@ class SeededLoop(asyncio.BaseEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._fingerprint = 0
         self._thread = threading.get_ident()
+        self._intruder = ""
         if not (blocking_seconds > 0 and max_steps > 0):
             self.close()  # otherwise the finalizer warns
             raise ConfigError(f"blocking_seconds {blocking_seconds}, max_steps {max_steps}: must be above 0")
@@ -108,11 +116,27 @@ class SeededLoop(asyncio.BaseEventLoop):
         """Same as `call_soon`.
 
         Raises:
-            RuntimeError: another thread called it; the seed does not control that thread's timing.
+            UsageError: another thread called it; the seed does not control that thread's timing. Threads
+                often lose this error, so the loop raises it too.
         """
         if threading.get_ident() != self._thread:
-            raise RuntimeError("a seeded loop has one thread; let other work go through its port")
+            self._intruder = threading.current_thread().name
+            raise self._refusal()
         return self.call_soon(callback, *args, context=context)
+
+    def _refusal(self) -> UsageError:
+        return UsageError(f"seed {self._seed}: thread {self._intruder!r} called the loop; {_INSTEAD}")
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """A future of this loop.
+
+        Raises:
+            UsageError: it is to follow the future of another thread.
+        """
+        # Here, because the task that waits for it is still running: its traceback shows the line.
+        if sys._getframe(1).f_code is asyncio.wrap_future.__code__:  # noqa: SLF001
+            raise UsageError(f"seed {self._seed}: wait for a future of another thread; {_INSTEAD}")
+        return super().create_future()
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
@@ -147,6 +171,9 @@ class SeededLoop(asyncio.BaseEventLoop):
     # Overrides one iteration of `BaseEventLoop.run_forever`.
 
     def _run_once(self) -> None:
+        if self._intruder:
+            refusal, self._intruder = self._refusal(), ""  # once: what is left of the run is to be closed
+            raise refusal
         self._take_due()
         if not self._soon:
             self._jump()
@@ -169,7 +196,8 @@ class SeededLoop(asyncio.BaseEventLoop):
         while self._timers and self._timers[0][2].cancelled():
             heappop(self._timers)
         if not self._timers:
-            raise DeadlockError(f"seed {self._seed}: nothing can ever happen again\n{self._waiting()}")
+            told = f"seed {self._seed}: nothing can ever happen again\n{self._waiting()}"
+            raise DeadlockError(f"{told}\n  if one of them waits for a thread: {_INSTEAD}")
         self._now = max(self._now, self._timers[0][0])
 
     def _note(self, chosen: int, ready: int) -> None:

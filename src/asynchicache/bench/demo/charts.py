@@ -100,9 +100,11 @@ def crowd_chart(crowd: CrowdResult) -> str:
             hits.bar([s.seconds for s in answered], shares, 0.2, below, color=color, label=tier)
             below = [sum(pair) for pair in zip(below, shares, strict=True)]
         hits.set_ylabel("hit rate")
+        hits.set_ylim(0, 1)
         hits.yaxis.set_major_formatter(PercentFormatter(1.0))
         first.plot([s.seconds for s in answered], [s.ttft_ms or 0.0 for s in answered], "o", color="#d9822b")
         first.set_ylabel("first token, ms")
+        first.set_ylim(bottom=0)
         gaps.bar(at, [sample.gap_ms for sample in crowd.samples], 0.2, color="#8a94a6")
         gaps.set_ylabel("loop gap, ms")
         gaps.set_xlabel("seconds")

@@ -1,4 +1,4 @@
-"""The demo's second act: many clients at once on one event loop, while things go wrong.
+"""The demo's second act: many clients on one event loop, while things go wrong.
 
 Storage fails every call for a while and comes back, clients hang up in the middle of an answer, and the
 server restarts. Nobody may get an error for it.
@@ -31,10 +31,12 @@ _TURNS = 3
 _WORDS = 200
 _SAMPLE_SECONDS = 0.25
 _HANGING_UP = 4  # one of so many clients
+_ASKING = 4
+"""Clients that ask at a time; some read and type. With all, first tokens would show the queue for a core."""
 
 
 class Crowd:
-    """Clients of one model, who all come at once."""
+    """Clients of one model, some of whom ask at a time."""
 
     def __init__(
         self, model: PreTrainedModel, options: DemoOptions, on_sample: Callable[[Sample], object]
@@ -50,6 +52,7 @@ class Crowd:
         self._began = time.perf_counter()
         self._seen: list[tuple[int, dict[Tier, int], float]] = []  # prompt tokens, hits and milliseconds
         self._gap = 0.0
+        self._asking = asyncio.Semaphore(_ASKING)
 
     async def play(self) -> CrowdResult:
         """Two lives of a server; the second one finds what the first has left in storage."""
@@ -89,7 +92,7 @@ class Crowd:
         await storage.aclose()
 
     async def _talk_all(self, served: PrefixCachedModel, turns: int) -> None:
-        """All clients at once, each for some turns. One of some hangs up in its last answer."""
+        """All clients, each for some turns. One of some hangs up in its last answer."""
         talks = (self._talk(served, number, turns) for number in range(self.result.clients))
         for one in await asyncio.gather(*talks, return_exceptions=True):
             if isinstance(one, Exception):
@@ -102,8 +105,7 @@ class Crowd:
             history = self._histories[number]
             history += [chance.randrange(_WORDS) for _ in range(_QUESTION)]
             leaves = turn == turns - 1 and turns > 1 and number % _HANGING_UP == 0
-            answer = served.generate(history, max_new_tokens=_ANSWER)
-            async with answer:
+            async with self._asking, served.generate(history, max_new_tokens=_ANSWER) as answer:
                 async for token in answer:
                     history.append(token)
                     if leaves and len(answer.token_ids) == _ANSWER // 2:

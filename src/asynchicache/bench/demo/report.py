@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from statistics import median
 from string import Template
 
 from asynchicache.bench.demo.charts import COLORS, crowd_chart, hit_rate_chart, tiers_chart, ttft_chart
@@ -51,14 +52,28 @@ def _verdict(result: DemoResult) -> str:
 
 def _crowd(crowd: CrowdResult) -> str:
     words = (
-        f"{crowd.clients} clients at once through one event loop. Storage fails every call for a while, "
-        f"{crowd.hung_up} clients hang up in the middle of an answer, and the server restarts: its first "
-        f"answers then hit {crowd.warm_hit_rate:.0%}. {crowd.answers} answers were read to their end."
+        f"{crowd.clients} clients through one event loop, some of them asking at a time. Storage fails every "
+        f"call for a while, {crowd.hung_up} clients hang up in the middle of an answer, and the server "
+        f"restarts: its first answers then hit {crowd.warm_hit_rate:.0%}. "
+        f"{crowd.answers} answers were read to their end. {_first_tokens(crowd)}"
     )
     return (
         '<section class="wide"><h2>Many at once, while things go wrong</h2>'
         f'<p class="lead">{escape(words)}</p>{crowd_chart(crowd)}</section>'
     )
+
+
+def _first_tokens(crowd: CrowdResult) -> str:
+    """What a restart did to the time to the first token, in medians, because both lives begin cold."""
+    restart = max((seconds for seconds, what in crowd.moments if what == "restart"), default=0.0)
+    times: list[list[float]] = [[], []]
+    for sample in crowd.samples:
+        if sample.ttft_ms is not None:
+            times[sample.seconds > restart].append(sample.ttft_ms)
+    if not all(times):
+        return ""
+    before, after = map(median, times)
+    return f"The median first token takes {before:.0f} ms before the restart and {after:.0f} ms after it."
 
 
 def _card(name: str, mode: ModeResult, result: DemoResult) -> str:
