@@ -105,7 +105,9 @@ engines-e2e:  ## our adapters in whole engines that serve tiny models, on a CPU;
 # An environment of its own: the site's tools and the library's pins are nobody's business together.
 docs: build/docs-env/.installed  ## the documentation as a site with search, in build/site; fails on a broken link
 	build/docs-env/bin/python -m mkdocs build --strict --quiet $(ARGS)
-	@echo "open build/site/index.html, or: $(PYTHON) -m http.server --directory build/site"
+	@echo "the site is in build/site. Search works over HTTP only; to read it here, type"
+	@echo "    $(PYTHON) -m http.server --bind 127.0.0.1 --directory build/site 8000"
+	@echo "and open http://127.0.0.1:8000/overview.html"
 
 build/docs-env/.installed: pyproject.toml
 	$(PYTHON) -m venv build/docs-env

@@ -31,9 +31,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     return config
 
 
-def _section(title: str, target: str) -> dict[str, Any]:
-    folder = ROOT / "docs" / target
-    if not folder.is_dir():
+def _section(title: str, target: str | list[dict[str, str]]) -> dict[str, Any]:
+    folder = ROOT / "docs" / (target if isinstance(target, str) else "")
+    if isinstance(target, list) or not folder.is_dir():
         return {title: target}
     return {title: [f"{target}/{page.name}" for page in sorted(folder.glob("*.md"))]}
 

@@ -16,6 +16,7 @@ from textwrap import dedent
 from typing import NamedTuple, TypeAlias
 
 import pytest
+import yaml
 
 import asynchicache
 from asynchicache.cli.parser import build_parser
@@ -210,6 +211,22 @@ def test_every_page_is_reached_from_the_readme() -> None:
             reached.add(page)
             waiting += [(page.parent / target).resolve() for target in links(page)]
     assert [page for page in PAGES if page not in reached] == []
+
+
+def test_the_site_leads_to_every_page_once() -> None:
+    sections = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]
+    named = [page for section in sections for entry in section.values() for page in pages_of(entry)]
+
+    assert sorted(set(named)) == sorted(named)
+    assert {ROOT / "docs" / page for page in named} >= set(DOCS.rglob("*.md"))
+
+
+def pages_of(entry: object) -> list[str]:
+    """The pages of a section: a list of them with titles, or a folder."""
+    if isinstance(entry, str):
+        return [str(page.relative_to(DOCS)) for page in (DOCS / entry).glob("*.md")]
+    assert isinstance(entry, list)
+    return [page for one in entry for page in one.values()]
 
 
 # Reference pages name everything that there is.
