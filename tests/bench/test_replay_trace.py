@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
+import random
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from asynchicache.bench.replay.survey import survey
 from asynchicache.bench.replay.trace import read_trace
@@ -60,20 +66,145 @@ def test_packed_and_plain_and_both_ways_to_write_ids_are_the_same(tmp_path: Path
     assert blocks(plain) == blocks(packed) == blocks(original, block_size=4) == [[0, 1]]
 
 
+LINE = {"timestamp": 5, "input_length": 10, "output_length": 1, "hash_ids": [7, 8, 9]}
+"""As in Mooncake's traces."""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xef\xbb\xbf%s\n%s\n",
+        b"\n%s\n\n \r\n%s\n\n",
+        b"%s\r\n%s",
+        b"[%s,\n%s]",
+        b"[\n  %s, %s\n]\n",
+        b'%s\n%s\n{"timestamp": 9, "input_le',  # its writer was killed
+        b'%s\n%s\n{"timestamp": 9, "hash_ids": [7, 8]',
+    ],
+)
+@pytest.mark.parametrize("packed", [bytes, gzip.compress, bz2.compress, lzma.compress, zstandard.compress])
+def test_a_trace_may_be_laid_out_and_packed_as_people_do(
+    tmp_path: Path, content: bytes, packed: Callable[[bytes], bytes]
+):
+    file = tmp_path / "t"
+    text = json.dumps(LINE).encode()
+    file.write_bytes(packed(content.replace(b"%s", text)))
+    assert blocks(file, block_size=4) == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [2**64 - 1, 17 * 10**18],
+        [2**64 - 1, 0],
+        [-1, 0],
+        [-5, -1],
+        ["ab12", "cd"],
+        ["0x1", "1"],
+        ["12", "cd"],  # digits alone in the other line
+        [1 << 127, 3],
+    ],
+)
+def test_blocks_may_be_named_by_hashes_of_any_kind(tmp_path: Path, ids: list[int | str]):
+    other = "34" if isinstance(ids[1], str) else 77
+    file = write(tmp_path / "t.jsonl", LINE | {"hash_ids": ids}, LINE | {"hash_ids": [*ids[:1], other]})
+    first, second = blocks(file, block_size=4)
+    assert first[0] == second[0]
+    assert len({*first, *second}) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "arrivals", "sessions"),
+    [
+        ([{"timestamp": 9}, {"timestamp": 5}], [1, 0], [None, None]),
+        ([{"timestamp": "1753780607550317897"}, {"timestamp": "1753780607550000000"}], [1, 0], [None] * 2),
+        ([{"session_id": 7}, {"session_id": 7, "timestamp": None, "delay": 500}], [0, 1], ["7", "7"]),
+        ([{"timestamp": None}, {"timestamp": None}], [0, 1], [None, None]),
+        (
+            [{"chat_id": 159, "parent_chat_id": -1, "turn": 1}, {"chat_id": 160, "parent_chat_id": 159}],
+            [0, 1],
+            ["159", "159"],
+        ),
+        ([{"output_length": None}, {"output_length": 1.5}], [0, 1], [None, None]),
+        ([{"input_length": None, "hash_ids": [7, 8]}, {"input_length": 10.0}], [0, 1], [None, None]),
+    ],
+)
+def test_times_sessions_and_lengths_are_read_as_others_write_them(
+    tmp_path: Path, changes: list[dict[str, object]], arrivals: list[int], sessions: list[str | None]
+):
+    lines = [LINE | change | {"mark": number} for number, change in enumerate(changes)]
+    lines[1]["hash_ids"] = [9, 10, 11]
+    trace = read_trace(write(tmp_path / "t.jsonl", *lines), 4)
+    assert [int(request.blocks()[0] >= 2) for request in trace.requests] == arrivals
+    assert [request.session for request in trace.requests] == sessions
+
+
+def test_times_of_chats_are_seconds_and_a_delay_counts_from_the_turn_before(tmp_path: Path):
+    chats = [LINE | {"chat_id": n, "timestamp": 61.5 + n, "block_size": 4} for n in (0, 1)]
+    assert read_trace(write(tmp_path / "qwen", *chats)).seconds == 1
+    turns: list[dict[str, object]] = [
+        LINE | {"session_id": "a"},
+        LINE | {"session_id": "b", "timestamp": 900},
+    ]
+    later = {name: value for name, value in LINE.items() if name != "timestamp"}
+    turns.append(later | {"session_id": "a", "delay": 2000})
+    assert read_trace(write(tmp_path / "closed", *turns), 4).seconds == 2
+    own = LINE | {"chat_id": 1, "input_length": 40}
+    assert read_trace(write(tmp_path / "size", own)).block_size == 16
+
+
+def test_requests_without_a_prompt_are_left_out_and_counted(tmp_path: Path):
+    empty = [LINE | {"input_length": 0, "hash_ids": []}, {"timestamp": 6, "input_length": 0}]
+    trace = read_trace(write(tmp_path / "t.jsonl", LINE, *empty, LINE), 4)
+    assert (len(trace.requests), trace.skipped) == (2, 2)
+
+
+def test_zstd_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "t.zst"
+    file.write_bytes(zstandard.compress(json.dumps(LINE).encode()))
+    monkeypatch.setattr("asynchicache.bench.replay.trace_file.zstandard", None)
+    with pytest.raises(ConfigError, match=r"by zstd: pip install 'asynchicache\[zstd\]', or unzstd it"):
+        read_trace(file, 4)
+
+
+@pytest.mark.parametrize("kind", ["consecutive", "hashes", "hex"])
+def test_reading_takes_less_than_three_times_the_file(tmp_path: Path, kind: str):
+    chance, talk, lines, count = random.Random(1), list[object](), list[dict[str, object]](), 0
+    for number in range(300):
+        talk = [] if len(talk) > 1000 else talk
+        for _ in range(30):
+            count += 1
+            one = chance.getrandbits(64)
+            talk.append(count if kind == "consecutive" else one if kind == "hashes" else f"{one:016x}")
+        lines.append({"timestamp": number, "input_length": 4 * len(talk) + 1, "hash_ids": list(talk)})
+    file = write(tmp_path / "t.jsonl", *lines)
+    del lines, talk
+    tracemalloc.start()
+    try:
+        trace = read_trace(file, 4)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert trace.blocks == count
+    assert peak < 3 * file.stat().st_size
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"block_size": 0}, "line 2: block_size 0 must be 1 token at least; --block-size"),
         ({"block_size": 5}, "line 2: block_size is 5, and 4 before"),
-        ({"timestamp_ms": 4}, "line 2: it is earlier than the line before"),
-        ({"timestamp_ms": None}, "line 2: timestamp_ms is missing"),
-        ({"input_length": 0}, "line 2: input_length 0 must be 1 to"),
-        ({"input_length": 1 << 40}, "line 2: input_length 1099511627776 must be 1 to"),
+        ({"timestamp_ms": "noon"}, "line 2: timestamp 'noon' must be a number of milliseconds"),
+        ({"input_length": -1}, "line 2: input_length -1 must be 0 to"),
+        ({"input_length": 1 << 40}, "line 2: input_length 1099511627776 must be 0 to"),
+        ({"input_length": None, "hash_runs": None}, "line 2: input_length and hash_ids are missing"),
         ({"hash_runs": None}, "line 2: hash_runs or hash_ids is missing, or both"),
         ({"hash_ids": [7, 8]}, "line 2: hash_runs or hash_ids is missing, or both"),
         ({"hash_runs": [7]}, "line 2: hash_runs has 1 numbers"),
-        ({"hash_runs": [7, 0]}, "line 2: ids must be 0 to .*, and counts of runs 1 at least"),
-        ({"hash_runs": [-1, 2]}, "line 2: ids must be 0 to"),
+        ({"hash_runs": [7, 0]}, "line 2: counts of runs must be 1 to"),
+        ({"hash_runs": [-1, 2]}, "line 2: ids of runs must be 0 to 18446744073709551615"),
+        ({"hash_runs": [2**64 - 1, 2]}, "line 2: ids of runs must be 0 to"),
+        ({"repeats": [-1]}, "line 2: hint repeats .* must be 4 lengths at most"),
         ({"hash_runs": [7, 4]}, "line 2: 4 ids for 2 whole blocks of the prompt and 2 more tokens"),
         ({"hash_runs": "7"}, r"line 2: Expected `array \| null`, got `str`"),
     ],
@@ -84,7 +215,7 @@ def test_a_line_outside_the_rules_is_named(tmp_path: Path, change: dict[str, obj
         read_trace(file)
 
 
-@pytest.mark.parametrize("key", ["input_length", "timestamp_ms", "block_size", "hash_runs"])
+@pytest.mark.parametrize("key", ["block_size", "hash_runs"])
 def test_a_missing_key_is_named(tmp_path: Path, key: str):
     file = write(tmp_path / "t.jsonl", {name: value for name, value in GOOD.items() if name != key})
     with pytest.raises(ConfigError, match=rf"line 1: .*{key}"):
@@ -95,10 +226,30 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str):
     ("content", "words"),
     [
         (b"", "is empty"),
-        (b"not a trace\n", "line 1: JSON is malformed"),
+        (
+            b"not a trace\n",
+            "line 1: 'not a trace' looks like plain text; wanted is JSON with one request a line",
+        ),
+        (
+            b"Timestamp,Model,Request tokens\n5,ChatGPT,472\n",
+            "line 1: 'Timestamp.*' looks like CSV; wanted is",
+        ),
+        (b"PAR1\x15\x04", "line 1: the file is no text; wanted is"),
+        (b"\xff\xfe{\0", "line 1: the file is no text"),
+        (
+            b'{"prompt": "hi"}\n',
+            "line 1: .* missing: it has prompt, which is text without ids of blocks; wanted",
+        ),
+        (b'{"id": "x", "requests": [{"in": 640}]}', "line 1: .* it has id, requests, as a file of sessions"),
+        (b"[1, 2\n", "begins as a JSON array and is none"),
+        (
+            b'{"input_length": 4,\n"hash_ids": [1]}\n',
+            "line 1: .*truncated.*; wanted is JSON with one request a line",
+        ),
+        (b"\x28\xb5\x2f\xfdnot zstd at all", "cannot be read"),
         (b"\x1f\x8bnot gzip at all", "cannot be read"),
         (gzip.compress(json.dumps(GOOD).encode(), mtime=0)[:-12], "cannot be read"),
-        (b"\n", "line 1"),
+        (b"\n\n", "is empty"),
         (b"[1]\n", "line 1: Expected `object`"),
         (b"\x80\x81\n", "line 1"),
         (json.dumps(GOOD | {"input_length": 3, "hash_runs": []}).encode(), "no prompt has a whole block"),
@@ -118,8 +269,19 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path):
 
 def test_ids_that_are_not_chained_are_refused(tmp_path: Path):
     file = write(tmp_path / "t.jsonl", GOOD | {"hash_runs": [7, 2]}, GOOD | {"hash_runs": [3, 1, 8, 1]})
-    with pytest.raises(ConfigError, match="request 2 of the trace has a known block behind an unknown one"):
+    with pytest.raises(
+        ConfigError, match=r"trace '.*t.jsonl', request 2 by time: a known block .* --chain-ids"
+    ):
         survey(read_trace(file), CheckpointPolicy())
+
+
+def test_ids_of_single_blocks_are_chained_if_asked(tmp_path: Path):
+    file = write(tmp_path / "t.jsonl", LINE, LINE | {"hash_ids": [3, 8, 9]}, LINE | {"hash_ids": [7, 8, 2]})
+    trace = read_trace(file, 4, chained=False)
+    first, second, third = (request.blocks().tolist() for request in trace.requests)
+    assert first == third
+    assert not set(first) & set(second)
+    assert survey(trace, CheckpointPolicy()).known == [0, 0, 2]
 
 
 def test_the_survey_counts_what_comes_back_and_where_states_go(tmp_path: Path):

@@ -108,7 +108,7 @@ async def test_namespaces_share_no_block(tmp_path: Path):
 
 
 @pytest.mark.asyncio
-async def test_requests_are_written_in_the_order_in_which_they_came(tmp_path: Path):
+async def test_requests_are_read_in_the_order_in_which_they_came(tmp_path: Path):
     async with HybridCache.open(SPEC, CONFIG) as cache:
         recorder = cache.record(tmp_path / "t")
         first, second = cache.request([1] * 5), cache.request([2] * 6)
@@ -116,7 +116,8 @@ async def test_requests_are_written_in_the_order_in_which_they_came(tmp_path: Pa
             pass
         async with cache.request([3] * 7):
             await recorder.aclose()
-    assert [line["input_length"] for line in lines(tmp_path / "t")] == [5, 6, 7]
+    assert sorted(line["input_length"] for line in lines(tmp_path / "t")) == [5, 6, 7]
+    assert [request.tokens for request in read_trace(tmp_path / "t").requests] == [5, 6, 7]
 
 
 @pytest.mark.asyncio

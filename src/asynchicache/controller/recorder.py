@@ -2,7 +2,7 @@
 
 A block's number stands for a salted hash of the block and of everything before it. Hashing and writing run
 off the loop; a recorder that cannot keep up drops requests and counts them. Whole lines are written, a second
-after the first of them at the latest, so that a killed process leaves a trace that can be read.
+after their requests ended at the latest, so that a killed process leaves a trace that can be read.
 """
 
 from __future__ import annotations
@@ -37,21 +37,23 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _RecordedRequest:
-    """One request: when it came, its prompt in whole pages, and once it has ended, what it generated."""
+class RecordedRequest:
+    """One request: when it came, its prompt in whole pages; once it has ended, how many tokens it generated,
+    and in `words` the whole pages of them that were cached."""
 
-    arrival_ms: int
+    arrival_ms: float
     words: array[int]
     seed: bytes
     prompt: int
-    output: int | None = None
+    repeats: tuple[int, ...]
+    output: int = 0
 
     def __len__(self) -> int:
         return len(self.words) * self.words.itemsize
 
 
 class TraceRecorder:
-    """Writes a line for each request, in order of arrival, once it has ended.
+    """Writes a line for each request once it has ended.
 
     Attributes:
         path: the file.
@@ -82,12 +84,14 @@ class TraceRecorder:
         self.path = path
         self.recorded = self.dropped = 0
         self._page_words = page_words
+        self._by_token = page_words == block_size  # otherwise of keys of pages
         self._block_size = block_size
         self._port = port
         self._salt = secrets.token_bytes(16) if salt is None else salt[:64]
         self._numbers: dict[int, int] | None = {} if salt is None else None
-        self._began = port.now()
-        self._open: dict[RequestState, _RecordedRequest] = {}
+        self._began, self._latest_ms = port.now(), 0.0
+        self._sessions: dict[int | bytes, dict[bytes, str]] = {}  # by last block, and by what is behind it
+        self._open: set[RecordedRequest] = set()
         self._waiting_bytes = 0
         self._closed = False
         self._lines: list[bytes] = []  # these two are the worker's
@@ -99,41 +103,48 @@ class TraceRecorder:
             raise ConfigError(f"trace {str(path)!r} cannot be written: {error}") from error
         self._worker = port.worker("asynchicache-trace")
 
-    def opened(self, request: RequestState) -> None:
-        """A request was entered."""
-        words = request.tokens[: request.prompt // self._block_size * self._page_words]
-        entry = _RecordedRequest(
-            int((self._port.now() - self._began) * 1e3),
+    def opened(self, request: RequestState) -> RecordedRequest | None:
+        """A request was entered. Returns its record, unless writing is too slow for it."""
+        # Of page keys there may be fewer than the prompt has pages.
+        known = (len(request.tokens) // self._page_words + 1) * self._block_size - 1
+        prompt = min(request.prompt, known)
+        pages, rest = divmod(prompt, self._block_size)
+        words = request.tokens[: pages * self._page_words + (rest if self._by_token else 0)]
+        # No two are equal, so that sorting by time restores the order.
+        self._latest_ms = max((self._port.now() - self._began) * 1e3, self._latest_ms + 1e-3)
+        entry = RecordedRequest(
+            round(self._latest_ms, 3),
             words,
             request.seed,
-            request.prompt,
+            prompt,
+            request.hint.repeats,
         )
         if self._closed or self._waiting_bytes + len(entry) > _MAX_WAITING_BYTES:
             self.dropped += 1
-            return
+            return None
         self._waiting_bytes += len(entry)
-        self._open[request] = entry
+        self._open.add(entry)
+        return entry
 
-    def ended(self, request: RequestState) -> None:
-        """A request was left: write it, once all that came before it have ended too."""
-        entry = self._open.get(request)
-        if entry is None:
+    def ended(self, entry: RecordedRequest, request: RequestState) -> None:
+        """`request`, which is the recorded one or goes on with its answer, was left: write it. Idempotent."""
+        if entry not in self._open:
             return
-        tokens = len(request.tokens) * self._block_size // self._page_words
-        entry.output = max(tokens - request.prompt, 0)
-        while self._open:
-            first = next(iter(self._open))
-            if self._open[first].output is None:
-                break
-            self._worker.submit(partial(self._add, self._open.pop(first)))
-            if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(_WRITE_SECONDS, self._write_soon)
+        self._open.remove(entry)
+        entry.output = max(len(request.tokens) * self._block_size // self._page_words - entry.prompt, 0)
+        cached = max(request.borrowed, max(request.published.pages, default=0)) * self._page_words
+        answer = request.tokens[len(entry.words) : cached]
+        self._waiting_bytes += len(answer) * answer.itemsize
+        entry.words += answer
+        self._worker.submit(partial(self._add, entry))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_WRITE_SECONDS, self._write_soon)
 
     def _write_soon(self) -> None:
         self._timer = None
         self._worker.submit(self._write)
 
-    def _add(self, entry: _RecordedRequest) -> None:
+    def _add(self, entry: RecordedRequest) -> None:
         """Hash a request; on the worker's thread."""
         line = json.dumps(self._line(entry), separators=(",", ":")) + "\n"
         self._lines.append(line.encode())
@@ -163,19 +174,52 @@ class TraceRecorder:
         self.recorded += requests * recorded
         self.dropped += requests * (not recorded)
 
-    def _line(self, entry: _RecordedRequest) -> dict[str, object]:
+    def _line(self, entry: RecordedRequest) -> dict[str, object]:
         ids = [self._id(digest) for digest in page_digests(entry.words, self._page_words, entry.seed)]
-        blocks: dict[str, object] = {"hash_ids": ids}
+        whole = entry.prompt // self._block_size
+        prompt, answer = ids[:whole], ids[whole:]
+        blocks: dict[str, object] = {"hash_ids": prompt}
         if self._numbers is not None:
-            blocks = {"hash_runs": [number for run in _runs(ids) for number in run]}
+            blocks = {"hash_runs": _runs(prompt)}
+        if entry.repeats:
+            blocks["repeats"] = entry.repeats
+        if answer:
+            blocks["answer_runs"] = _runs(answer)
         return {
             "timestamp_ms": entry.arrival_ms,
-            "session_id": None,
-            "input_length": min(entry.prompt, (len(ids) + 1) * self._block_size - 1),
-            "output_length": entry.output or 0,
+            "session_id": self._session(entry, ids),
+            "input_length": entry.prompt,
+            "output_length": entry.output,
             "block_size": self._block_size,
             **blocks,
         }
+
+    def _session(self, entry: RecordedRequest, ids: list[int]) -> str:
+        """The name of its conversation: that of the longest earlier prompt which it repeats, as far as the
+        earlier one's client expected that; or its own."""
+        own = blake2b(entry.seed + entry.words.tobytes(), key=self._salt, digest_size=_HASH_BYTES).hexdigest()
+        name = next(self._continued(entry, ids), own)
+        for length in entry.repeats or (entry.prompt,):
+            if len(self._sessions) < _MAX_NUMBERS:
+                page, rest = divmod(min(length, entry.prompt), self._block_size)
+                ends = self._sessions.setdefault(ids[page - 1] if page else entry.seed, {})
+                ends.setdefault(self._behind(entry, page, rest), name)
+        return name
+
+    def _continued(self, entry: RecordedRequest, ids: list[int]) -> Iterator[str]:
+        """The conversations whose prompts it repeats, the longest prompt first."""
+        size = self._block_size
+        for page in range(entry.prompt // size, -1, -1):
+            ends = self._sessions.get(ids[page - 1] if page else entry.seed, {})
+            for rest in range(min(size - 1, entry.prompt - page * size), -1, -1) if ends else ():
+                name = ends.get(self._behind(entry, page, rest))
+                if name is not None:
+                    yield name
+
+    def _behind(self, entry: RecordedRequest, page: int, rest: int) -> bytes:
+        """The words of the first `rest` tokens behind a page."""
+        begin = page * self._page_words
+        return entry.words[begin : begin + (rest if self._by_token else 0)].tobytes()
 
     def _id(self, digest: bytes) -> int:
         """The id of a block, from its digest, which covers everything before it."""
@@ -195,7 +239,7 @@ class TraceRecorder:
         if self._closed:
             return
         self._closed = True
-        for entry in self._open.values():
+        for entry in self._open:
             self._worker.submit(partial(self._add, entry))
         self._open.clear()
         if self._timer is not None:
@@ -208,13 +252,15 @@ class TraceRecorder:
         self._file.close()
 
 
-def _runs(ids: list[int]) -> Iterator[tuple[int, int]]:
-    """Start and count of each run of consecutive ids."""
-    first = 0
-    for at in range(1, len(ids) + 1):
-        if at == len(ids) or ids[at] != ids[at - 1] + 1:
-            yield ids[first], at - first
-            first = at
+def _runs(ids: list[int]) -> list[int]:
+    """Start and count of each run of consecutive ids, taking turns."""
+    numbers: list[int] = []
+    for one in ids:
+        if numbers and one == numbers[-2] + numbers[-1]:
+            numbers[-1] += 1
+        else:
+            numbers += (one, 1)
+    return numbers
 
 
 def _write_all(file: FileIO, chunk: bytes) -> None:

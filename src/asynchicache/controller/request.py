@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from asynchicache.controller.controller import HybridCacheController
+from asynchicache.controller.recorder import RecordedRequest
 from asynchicache.errors import RequestStateError, UsageError
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.engine import NamedPages
@@ -56,6 +57,9 @@ class Request:
 
     Attributes:
         made_at: where it was made, as `file:line`, for reports.
+        record: of it, in the trace that the cache writes, if it does.
+        keeps_record: in a trace, another request goes on with its answer; `end_record` says that none does.
+        record_of: the request that this one goes on with, so that a trace has both as one.
     """
 
     def __init__(
@@ -81,7 +85,10 @@ class Request:
         self._closed = False
         self.made_at = ""
         self.hint = NO_HINT
-        self.recorded = True
+        self.record_of: Request | None = None
+        self.keeps_record = False
+        self.record: RecordedRequest | None = None
+        self._left: RequestState | None = None
 
     # Life
 
@@ -92,8 +99,10 @@ class Request:
         self._controller.tell_time()
         self._state = state = self._planner.open(self._tokens, self._seed, self._prompt, self.hint)
         state.made_at = self.made_at
-        if self._controller.recorder is not None and self.recorded:
-            self._controller.recorder.opened(state)
+        if self.record_of is not None:
+            self.record = self.record_of.record
+        elif self._controller.recorder is not None:
+            self.record = self._controller.recorder.opened(state)
         if self._stream is not None:
             state.runs_on(self._stream)
         self._controller.namespaces.remember(self._seed, self._namespace)
@@ -146,13 +155,20 @@ class Request:
             state.runs_on(after)
         state.closed = True
         self._controller.prefetcher.leave(state)
-        if self._controller.recorder is not None:
-            self._controller.recorder.ended(state)
+        self._left = state
+        if not self.keeps_record:
+            self.end_record()
         for stream in list(state.streams) if not self._executor.stopped else ():
             state.references += 1
             self._executor.when_reached(stream, partial(self._planner.release, state))
         self._planner.release(state)
         self._executor.notify()
+
+    def end_record(self) -> None:
+        """Have a trace end the request here, if it has not ended yet; once it was left."""
+        recorder, record, left = self._controller.recorder, self.record, self._left
+        if recorder is not None and record is not None and left is not None:
+            recorder.ended(record, left)
 
     def _open(self) -> RequestState:
         if self._state is None:

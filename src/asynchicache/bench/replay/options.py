@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from asynchicache.errors import ConfigError
 from asynchicache.options import CommandOptions, Natural, Positive, Share, about, check_folder
-from asynchicache.planner.checkpoints import CheckpointPolicy
+from asynchicache.planner.checkpoints import DEFAULT_WORDS, CheckpointPolicy
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.tree.policies import EVICTION, policy
 
@@ -15,7 +15,9 @@ from asynchicache.tree.policies import EVICTION, policy
 class ReplayOptions(CommandOptions, frozen=True):
     """The flags of `replay`."""
 
-    trace: Annotated[str, about("a JSONL trace with one request a line, gzip or plain", positional=True)] = ""
+    trace: Annotated[
+        str, about("a trace: JSON with one request a line, plain or packed", positional=True)
+    ] = ""
     pools: Annotated[str, about("pools of the model, joined by commas: kv, then any of mamba, swa, dsa")] = (
         "kv"
     )
@@ -35,10 +37,11 @@ class ReplayOptions(CommandOptions, frozen=True):
         about("when pages are backed up to the host"),
     ] = "write_through"
     checkpoint: Annotated[
-        str, about("where states are kept: prompt, branch, a spacing in tokens, joined by +; or none")
-    ] = "prompt+branch"
+        str, about("where states are kept: prompt, output, branch, a spacing in tokens, joined by +; or none")
+    ] = DEFAULT_WORDS
     window: Annotated[Positive, about("tokens of the sliding window, for swa")] = 1024
     block_size: Annotated[Natural, about("tokens of a block, for traces that do not state it")] = 0
+    chain_ids: Annotated[bool, about("make ids that stand for one block stand for all before it too")] = False
     page_size: Annotated[Natural, about("tokens of a page; 0: a block of the trace")] = 0
     outputs: Annotated[bool, about("cache outputs, which the next prompt of a session repeats")] = False
     tails: Annotated[bool, about("let prefixes end inside a page, see the option tails")] = False

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from asynchicache.bench.replay.trace import Trace, TraceBlocks, TraceRequest
 from asynchicache.bench.virtual import InstantCache
 from asynchicache.errors import CapacityError
+from asynchicache.planner.hints import CacheHint
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.tree.node import FULL, place_of
@@ -49,9 +50,7 @@ class ReplayedRequest(NamedTuple):
 
 
 class Player:
-    """A serving engine without a model. It serves prompts only, because traces do not contain generated
-    tokens.
-    """
+    """A serving engine without a model. It serves prompts, and caches what a trace says of their answers."""
 
     def __init__(self, planner: Planner, trace: Trace) -> None:
         self._planner = planner
@@ -64,7 +63,7 @@ class Player:
         """Match, load, compute and publish one prompt, whose first `known` blocks occurred before."""
         blocks = request.blocks()
         try:
-            state = self._planner.open(self._tokens(request, blocks), b"")
+            state = self._planner.open(self._tokens(request, blocks), b"", hint=self._hint(request))
         except CapacityError:
             return self._refused(request, known)
         self._cache.carry_out(self._planner.count_hit(state))
@@ -72,30 +71,51 @@ class Player:
         served = self._served(request, state, blocks, known)
         with suppress(CapacityError):  # without room, the prompt is computed but not cached
             self._compute(state, blocks)
+            self._answer(state, request)
         self._planner.release(state)
         return served
 
     def _tokens(self, request: TraceRequest, blocks: TraceBlocks) -> array[int]:
-        ids = array("q", bytes(IDS_A_BLOCK * TOKEN_BYTES * len(blocks)))
-        for offset in range(IDS_A_BLOCK):
-            ids[offset::IDS_A_BLOCK] = blocks
+        ids = _ids(blocks)
         if request.tokens % self._block_size:
             ids.frombytes(bytes(TOKEN_BYTES))
         return ids
+
+    def _hint(self, request: TraceRequest) -> CacheHint:
+        return CacheHint(
+            repeats=tuple(length // self._block_size * IDS_A_BLOCK for length in request.hint.repeats)
+        )
 
     # Computing
 
     def _compute(self, state: RequestState, blocks: TraceBlocks) -> None:
         """Publish the prompt, with states where the planner wants them."""
-        planner = self._planner
         for stop in self._stops(state, len(blocks)):
-            end = stop if planner.state.tree.windows else len(state.tokens)
-            planner.extend(state, max(end - state.reserved, 0))
-            self._cache.carry_out(planner.backups.clean())
-            self._cache.carry_out(planner.publish(state, stop))
-            self._cache.advance(state, stop)
-            if state.borrowed and planner.state.tree.restorable(state.lease.node):
-                self._was_resumable[blocks[state.borrowed - 1]] = 1
+            self._publish(state, stop, blocks)
+
+    def _answer(self, state: RequestState, request: TraceRequest) -> None:
+        """Publish the blocks that were cached with the answer, with a state at their end if it is wanted."""
+        if not request.answer:
+            return
+        blocks = request.blocks(answer=True)
+        begin, end = len(blocks) - sum(count for _, count in request.answer), len(blocks)
+        del state.tokens[IDS_A_BLOCK * begin :]
+        state.tokens.extend(_ids(blocks[begin:]))
+        state.tokens.append(0)  # the last token generated
+        for blocks_done in range(begin + self._chunk, end, self._chunk):
+            self._publish(state, IDS_A_BLOCK * blocks_done + 1, blocks)
+        is_wanted = self._planner.checkpoints.output
+        self._publish(state, IDS_A_BLOCK * end + (not is_wanted), blocks, final=is_wanted)
+
+    def _publish(self, state: RequestState, stop: int, blocks: TraceBlocks, *, final: bool = False) -> None:
+        planner = self._planner
+        end = stop if planner.state.tree.windows else len(state.tokens)
+        planner.extend(state, max(end - state.reserved, 0))
+        self._cache.carry_out(planner.backups.clean())
+        self._cache.carry_out(planner.publish(state, stop, final=final))
+        self._cache.advance(state, stop)
+        if state.borrowed and planner.state.tree.restorable(state.lease.node):
+            self._was_resumable[blocks[state.borrowed - 1]] = 1
 
     def _stops(self, state: RequestState, whole: int) -> list[int]:
         """Ends of forwards: positions where states are wanted; otherwise one id after a block, where no state
@@ -113,7 +133,7 @@ class Player:
         """Longest prefill chunk that fits beside a window and a partial page."""
         free = self._planner.state.free
         room = [
-            free[place_of(window.id, Tier.DEVICE)].capacity - window.pages - 1
+            free[place_of(window.id, Tier.DEVICE)].capacity - window.kept - 1
             for window in self._planner.state.tree.windows
         ]
         return min(max(_CHUNK_TOKENS // self._block_size, 1), *room) if room else _WHOLE
@@ -157,3 +177,10 @@ class Player:
 
     def _miss(self, component_id: int, reason: str) -> Miss:
         return Miss(self._planner.state.names[component_id], reason)
+
+
+def _ids(blocks: TraceBlocks) -> array[int]:
+    ids = array("q", bytes(IDS_A_BLOCK * TOKEN_BYTES * len(blocks)))
+    for offset in range(IDS_A_BLOCK):
+        ids[offset::IDS_A_BLOCK] = blocks
+    return ids

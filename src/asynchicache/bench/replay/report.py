@@ -31,6 +31,7 @@ class ReplayReport:
     Attributes:
         title: title of the tables; not in the JSON.
         requests, prompt_tokens, trace_seconds: totals of the trace.
+        skipped: requests without a prompt, or cut off at the end of the file, which were left out.
         hit_rate: share of prompt tokens served from the cache.
         request_hit_rate: share of requests with a hit.
         ceiling: the hit rate if a hit needed only attention pages and none were lost.
@@ -50,6 +51,7 @@ class ReplayReport:
 
     title: str
     requests: int
+    skipped: int
     prompt_tokens: int
     trace_seconds: float
     hit_rate: float
@@ -86,6 +88,7 @@ class ReplayReport:
         return facts(
             [
                 ("requests", f"{self.requests:,}"),
+                *([("left out: no prompt, or cut off", f"{self.skipped:,}")] if self.skipped else []),
                 ("prompt tokens", f"{self.prompt_tokens:,}"),
                 ("hit rate", f"{self.hit_rate:.2%}"),
                 *((f"  from {tier}", f"{rate:.2%}") for tier, rate in self.hit_rate_by_tier.items()),

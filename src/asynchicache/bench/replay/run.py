@@ -1,7 +1,7 @@
 """Run a trace through the tree, the planner and the policies in virtual time, without bytes or waiting.
 
 Requests run one after the other, so a block can be hit as soon as the request that computed it has arrived.
-Generated tokens are not cached, because traces do not contain them.
+Answers are cached as far as the trace says what they were.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run_replay(options: ReplayOptions, progress: Advance) -> ReplayReport:
         ConfigError: the trace cannot be read, or does not fit the options.
     """
     begun = time.perf_counter()
-    trace = read_trace(Path(options.trace), options.block_size)
+    trace = read_trace(Path(options.trace), options.block_size, chained=not options.chain_ids)
     checkpoints = options.checkpoints(trace.block_size)
     found = survey(trace, checkpoints)
     if options.by_token:
@@ -60,13 +60,14 @@ def _by_token(
     """Replay with pages of another size, with outputs, or with ends inside a page."""
     size = options.page_size or trace.block_size
     spec = synthetic_spec(size, options.names, state_bytes=2 * options.state_tokens)
-    paged = _in_pages(trace, size, outputs=options.outputs)
+    outputs = options.outputs or any(request.answer for request in trace.requests)
+    paged = _in_pages(trace, size, outputs=outputs)
     ends = replace(
         found, states=found.states + len(trace.requests), longest=found.longest * trace.block_size // size + 2
     )
     checkpoints = CheckpointPolicy.parse(options.checkpoint)
     planner, sizes = _planner(options, spec, paged, ends, checkpoints, tails=options.tails)
-    player, tally = TokenPlayer(planner, TokenTrace(trace), outputs=options.outputs), ReplayTally()
+    player, tally = TokenPlayer(planner, TokenTrace(trace), outputs=outputs), ReplayTally()
     for number in range(len(trace.requests)):
         tally.add(player.serve(number))
         progress(tally.requests, len(trace.requests))
@@ -133,6 +134,7 @@ def _report(
     return ReplayReport(
         title=title,
         requests=tally.requests,
+        skipped=trace.skipped,
         prompt_tokens=tally.prompt_tokens,
         trace_seconds=trace.seconds,
         hit_rate=tally.hit_tokens / tally.prompt_tokens,

@@ -18,7 +18,7 @@ class Survey:
         known: for each request, the number of its first blocks that occurred before and can be hits; at least
             one token must be computed.
         states: number of positions where the policy would keep a state.
-        longest: blocks of the longest prompt, including a partial one.
+        longest: blocks of the longest prompt, including a partial one, or of a longer one with its answer.
     """
 
     known: Sequence[int]
@@ -37,19 +37,23 @@ def survey(trace: Trace, checkpoints: CheckpointPolicy) -> Survey:
         ConfigError: ids are not chained: a known one follows an unknown one.
     """
     seen, stated = bytearray(trace.blocks), bytearray(trace.blocks)
-    known = []
+    known, longest = [], 0
     for number, request in enumerate(trace.requests, start=1):
-        common = _count_known(seen, request.runs, number)
+        common = _count_known(seen, request.runs, f"{trace.where}, request {number} by time")
         known.append(min(common, (request.tokens - 1) // trace.block_size))
-        for start, count in request.runs:
+        for start, count in request.runs + request.answer:
             seen[start : start + count] = b"\1" * count
-        for block in _state_places(request.blocks(), known[-1], checkpoints):
-            stated[block] = 1
-    longest = max(-(-request.tokens // trace.block_size) for request in trace.requests)
+        blocks, whole = request.blocks(answer=True), len(request.blocks())
+        repeats = [min(length // trace.block_size, whole) for length in request.hint.repeats]
+        for cut in checkpoints.cuts(0, whole, known[-1], repeats):
+            stated[blocks[cut - 1]] = 1
+        if request.answer and checkpoints.output:
+            stated[blocks[-1]] = 1
+        longest = max(longest, -(-request.tokens // trace.block_size), len(blocks) + bool(request.answer))
     return Survey(known, sum(stated), longest)
 
 
-def _count_known(seen: bytearray, runs: Runs, number: int) -> int:
+def _count_known(seen: bytearray, runs: Runs, where: str) -> int:
     """Number of first blocks that were seen before. No later block may have been seen."""
     common = 0
     behind_unknown = False
@@ -57,14 +61,9 @@ def _count_known(seen: bytearray, runs: Runs, number: int) -> int:
         here = seen.count(1, start, start + count)
         if here and (behind_unknown or not seen.startswith(b"\1" * here, start)):
             raise ConfigError(
-                f"request {number} of the trace has a known block behind an unknown one; ids must be "
-                "chained, so that equal ones mean that all before them is equal"
+                f"{where}: a known block is behind an unknown one; hash_ids must be chained, so that "
+                "equal ones mean that all before them is equal: --chain-ids makes them so"
             )
         common += here
         behind_unknown = behind_unknown or here < count
     return common
-
-
-def _state_places(blocks: Sequence[int], known: int, checkpoints: CheckpointPolicy) -> list[int]:
-    """The blocks at whose ends the policy keeps a state."""
-    return [blocks[cut - 1] for cut in checkpoints.cuts(0, len(blocks), known)]

@@ -1,8 +1,8 @@
 """Run a trace token by token: pages of any size, outputs that are cached, prefixes that end inside a page.
 
 A block becomes as many ids as it has tokens. What stands behind a prompt's whole blocks, its output too, is
-taken from the next prompt of the same session, if that begins with this one; otherwise from nowhere: its ids
-occur once, fill memory, and are never hit.
+what the trace says was cached with the answer, or what the next prompt of the same session has there, if that
+begins with this one; otherwise its ids occur once, fill memory, and are never hit.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class TokenTrace:
     def ids(self, number: int, length: int) -> array[int]:
         """The first `length` tokens of a request and what follows it."""
         size, requests = self.trace.block_size, self.trace.requests
-        while requests[number].whole_tokens(size) < length and number in self._next:
+        while len(blocks := requests[number].blocks(answer=True)) * size < length and number in self._next:
             number = self._next[number]
-        whole = min(requests[number].whole_tokens(size), length)
-        blocks = requests[number].blocks()[: -(-whole // size)]
+        whole = min(len(blocks) * size, length)
+        blocks = blocks[: -(-whole // size)]
         found = array("q", bytes(8 * size * len(blocks)))
         for offset in range(size):
             found[offset::size] = array("q", (block * size + offset for block in blocks))
@@ -90,7 +90,7 @@ class TokenPlayer:
         known = self._known(number)
         self.reachable += known
         try:
-            state = planner.open(self._tokens.ids(number, request.tokens), b"")
+            state = planner.open(self._tokens.ids(number, request.tokens), b"", hint=request.hint)
         except CapacityError:
             lost = {self._miss("device_capacity"): request.tokens}
             return ReplayedRequest(request.tokens, 0, Tier.DEVICE, MissReason.DEVICE_CAPACITY, lost)

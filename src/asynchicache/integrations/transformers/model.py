@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Self
@@ -279,7 +279,10 @@ class PrefixCachedModel:
 
     async def _serve(self, job: GenerationJob, queued: QueuedRequest, request: Request) -> None:
         await queued.entered.wait()
-        with self._runner.context.calls.sequence() as sequence:
+        request.keeps_record = True
+        with ExitStack() as stack:
+            stack.callback(request.end_record)
+            sequence = stack.enter_context(self._runner.context.calls.sequence())
             async with request:
                 await request.prefetch()
                 prompt = job.prompt.tolist()
@@ -291,7 +294,7 @@ class PrefixCachedModel:
             if not self._runner.context.is_current(request):
                 return
             ending = self._request(job)
-            ending.recorded = False  # a trace has the prompt
+            ending.record_of = request
             async with ending as output:
                 await self._runner.publish(output, sequence, row.length, row.kept, known=len(job.prompt))
 
