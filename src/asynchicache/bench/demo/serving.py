@@ -1,6 +1,6 @@
 """A small serving engine: one model on one thread, with a cache and batched decoding.
 
-Use this file as a template. The model works on separate memory, a transformers `DynamicCache`; the cache
+The model works on separate memory, a transformers `DynamicCache`; the cache
 keeps data for later turns. A request is open during its prefill, and again while the end of its turn is
 published, but not while the batch decodes. So conversations can share device pages that are too few for all
 of them.
