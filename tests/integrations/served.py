@@ -29,6 +29,7 @@ async def serving(
     *,
     slots: int = 64,
     device_slots: dict[str, int] | None = None,
+    host_slots: dict[str, int] | None = None,
     storage: StorageBackend | None = None,
     storage_limits: PoolLimits = PATIENT,
     tails: bool = False,
@@ -39,6 +40,7 @@ async def serving(
     sizes = {pool.name: slots for pool in tiny_spec(name).owners} | (device_slots or {})
     config = CacheConfig(
         device_slots=sizes,
+        host_slots=host_slots or {},
         prefetch=prefetch,
         weight_version="test",
         storage_limits=storage_limits,

@@ -12,7 +12,7 @@ from asynchicache.errors import CapacityError
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
-from asynchicache.tree.node import FULL_DEVICE
+from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place_of
 from asynchicache.types import MissReason, Tier
 from controller.simulation import Simulation
 
@@ -104,6 +104,38 @@ def test_a_window_had_to_make_room() -> None:
         "'swa' had to make room for others: raise its device or host slots",
     )
     assert sim.planner.cuts(request) == (8,)
+
+
+def test_a_window_that_went_with_its_full_pages_was_not_short_of_slots() -> None:
+    """The host needs its pages: its copies of both pools go, and the device has a window no more."""
+    sim = simulation(states=False, window=2)
+    served(sim, SYSTEM)
+    state = sim.planner.state
+    state.evict(place_of(1, Tier.DEVICE), 64, dirty=True)
+    state.evict(FULL_HOST, 64, dirty=True)
+    request = asked(sim, [*SYSTEM, 9])
+
+    assert sim.planner.reason(request) is MissReason.WINDOW
+    assert sim.planner.hit_advice(request)[1].startswith("publish 'swa' at 8 tokens")
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        (MissReason.HOST_CAPACITY, "'kv' has 128 host slots: raise them, or let fewer prompts wait at once"),
+        (MissReason.DEADLINE, ""),
+    ],
+)
+def test_advice_is_about_what_cut_the_hit(reason: MissReason, advice: str) -> None:
+    sim = simulation()
+    served(sim, [*SYSTEM, 20, 21])
+    request = asked(sim, [*SYSTEM, 30, 31])
+    request.cut(reason, below=4)
+
+    assert sim.planner.reason(request) is reason
+    assert sim.planner.hit_advice(request)[1] == advice
+    request.cut(reason, below=0)
+    assert sim.planner.reason(request) is MissReason.STATE, "it did not cut what is there now"
 
 
 def test_where_nothing_is_held_back_windows_ask_for_no_cut() -> None:

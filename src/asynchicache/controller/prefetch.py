@@ -39,6 +39,10 @@ _ROUNDS_FOR_ROOM = 3
 """Times that a request without room waits for what is in flight then; so its wait does not depend on later
 traffic."""
 
+_SHARE_OF_THE_WHOLE = 0.75
+"""A prefix that needs a state or window at its end gets this share of the time; the rest is for those of a
+shorter one, if it is late."""
+
 _PAGES_AT_FIRST = 16
 _SLOW_BYTES = 1 << 20
 _FAST_SECONDS, _SLOW_SECONDS = 0.05, 0.2
@@ -56,6 +60,7 @@ class _Prefetch:
     Attributes:
         request: the request.
         known: storage's answers so far.
+        period: the `Activity` period in which it was asked for; its calls belong to it.
         most: the most pages of the prefix to read.
         waiting: how many wait for it; the request may rest instead.
         task: finds out what storage has.
@@ -72,6 +77,7 @@ class _Prefetch:
     request: RequestState
     known: _KnownPresence
     news: asyncio.Future[MissReason]
+    period: int
     task: asyncio.Task[None] | None = None
     most: int | None = None
     waiting: int = 0
@@ -210,23 +216,27 @@ class Prefetcher:
         prefetch = self._open.get(request)
         if prefetch is None or prefetch.ended is not None:
             prefetch = self._open[request] = self._begin(request)
-            prefetch.task = self._executor.call(self._run(prefetch))
+            prefetch.task = self._executor.call(self._run(prefetch), prefetch.period)
         if self._waits_for_nobody:
             self._settle(prefetch)
             return
-        reason = await self._wait(prefetch, self._options.deadline(lacks))
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        try:
+            await self._wait_in_parts(prefetch, self._options.deadline(lacks))
+        finally:
+            self.waits.observe(clock() - started)
         if prefetch.gone:
             return  # it went on meanwhile
         if prefetch.ended is not None:
             self._planner.rematch(request)  # others may have published since it ended
             return
         self._settle(prefetch)
-        if reason is MissReason.HOST_CAPACITY and self._planner.state.tree.components:
-            await self._read_shorter(request)
 
     def _begin(self, request: RequestState) -> _Prefetch:
         known = _KnownPresence(self._planner.state.names)
-        return _Prefetch(request, known, asyncio.get_running_loop().create_future())
+        news = asyncio.get_running_loop().create_future()
+        return _Prefetch(request, known, news, self._planner.activity.period)
 
     def _match_again(self, request: RequestState) -> None:
         self._planner.rematch(request, prefetched=self._prefetches.was_read_for(request))
@@ -244,28 +254,36 @@ class Prefetcher:
         derived = reason in _REASONS_OF_THE_MATCH
         request.cut(MissReason.NONE if derived else reason, prefetch.reach)
 
-    async def _read_shorter(self, request: RequestState) -> None:
-        """There is no room for a whole prefix: read the states or windows of a shorter one, whose full pages
-        have arrived."""
-        whole = self._open[request]
-        query = self._prefetches.make_query(request.tokens, request.seed)
+    async def _read_shorter(self, whole: _Prefetch, reason: MissReason, seconds: float) -> None:
+        """Not all of a prefix comes in time, or there is no room: read also the states or windows of a
+        shorter one, whose full pages have arrived."""
+        request = whole.request
+        if whole.reading is None:  # storage has not said what it has
+            await self._wait(whole, seconds)
+            return
+        self._executor.run(self._prefetches.settle(whole.reading))
+        query = self._prefetches.make_query(request.tokens, request.seed, whole.known.digests)
         if query is None:
             return
-        prefetch = self._begin(request)
-        prefetch.most, prefetch.known = query.memory_pages, whole.known
         self._prefetches.release(query)
-        self._choose(prefetch, MissReason.NONE)
+        shorter = self._begin(request)
+        shorter.known, shorter.most, shorter.waiting = whole.known, query.memory_pages, 1
+        self._choose(shorter, MissReason.NONE)
         try:
-            await self._wait(prefetch, self._options.deadline(0))
+            await self._wait(whole if reason is MissReason.DEADLINE else shorter, seconds)
         finally:
-            self._drop(prefetch)
-        if not prefetch.gone:
-            self._settle(whole)
+            shorter.waiting = 0
+            self._drop(shorter)
+
+    async def _wait_in_parts(self, prefetch: _Prefetch, seconds: float) -> None:
+        """Wait for a prefix, and near the end of the time for a shorter one too."""
+        share = _SHARE_OF_THE_WHOLE if self._planner.state.tree.components else 1.0
+        reason = await self._wait(prefetch, seconds * share)
+        if share < 1 and prefetch.ended is None and not prefetch.gone:
+            await self._read_shorter(prefetch, reason, seconds * (1 - share))
 
     async def _wait(self, prefetch: _Prefetch, seconds: float) -> MissReason:
         """Wait for a reading: why it brought no more, or `DEADLINE`."""
-        clock = asyncio.get_running_loop().time
-        started = clock()
         if prefetch.news.done() and self._open.get(prefetch.request) is prefetch:
             prefetch.news = asyncio.get_running_loop().create_future()  # asked again, for what did not come
         prefetch.waiting += 1
@@ -278,7 +296,6 @@ class Prefetcher:
         finally:
             prefetch.waiting -= 1
             self._want(prefetch, wanted=prefetch.waiting > 0 or prefetch.request.resting)
-            self.waits.observe(clock() - started)
 
     def _want(self, prefetch: _Prefetch, *, wanted: bool) -> None:
         if prefetch.reading is not None:
@@ -286,7 +303,9 @@ class Prefetcher:
             self.pump()
 
     def rest(self, request: RequestState) -> None:
-        """A request waits for its turn: what was not read yet is read meanwhile."""
+        """A request waits for its turn, behind those that rest already: what was not read yet is read
+        meanwhile."""
+        self._prefetches.queue(request)
         prefetch = self._open.get(request)
         if prefetch is not None:
             self._want(prefetch, wanted=True)
@@ -519,7 +538,8 @@ class Prefetcher:
         components = range(len(self._planner.state.names))
         while (read := self._prefetches.next_read(self._pace.most(components))) is not None:
             self._pace.began(read.component_id)
-            self._executor.call(self._get(read))
+            reader = self._readers[read.pages[0].waiters[0]]
+            self._executor.call(self._get(read), reader.period)
         self._give_up_room()
 
     def _give_up_room(self) -> None:
@@ -588,7 +608,7 @@ class Prefetcher:
             return
         prefetch.joins -= result.pages <= prefetch.best
         prefetch.best = max(prefetch.best, result.pages)
-        prefetch.task = self._executor.call(self._run(prefetch))
+        prefetch.task = self._executor.call(self._run(prefetch), prefetch.period)
 
     async def _finish_late(self, read: StorageRead, late: list[BatchResult]) -> None:
         safe = False

@@ -253,7 +253,8 @@ class Request:
 
         The option `checkpoints` selects them: the branch point, where other prompts left this one's path
         (`mamba_branching_seqlen`), the end of the prompt in whole pages, and multiples of a spacing. Models
-        with windows and no states need only the branch point. Empty if every page can be resumed at.
+        with windows and no states need only the branch point. With it goes the end of the host, in prompts
+        that are longer than that. Empty if every page can be resumed at.
         """
         return self._planner.cuts(self._open())
 

@@ -29,7 +29,17 @@ from asynchicache.planner.windows import WindowPlanner
 from asynchicache.pools.extents import ExtentPlan
 from asynchicache.specs import ModelSpec
 from asynchicache.tree import copies, tails
-from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Keep, Node, SlotPlace, place_of, tier_of
+from asynchicache.tree.node import (
+    ABSENT,
+    FULL,
+    FULL_DEVICE,
+    FULL_HOST,
+    Keep,
+    Node,
+    SlotPlace,
+    place_of,
+    tier_of,
+)
 from asynchicache.tree.policies import EVICTION
 from asynchicache.tree.radix_tree import Match
 from asynchicache.types import Direction, MissReason, Tier, WritePolicy
@@ -294,10 +304,20 @@ class Planner:
         size = self.state.page_size
         start = request.hit_pages if request.loaded else request.matched_pages
         branch = (request.branching_pages or 0) * size
+        host = self._host_end(request) if self.checkpoints.branch else 0
         if not self._states:  # every publication has its window pages
-            return (branch,) if self.checkpoints.branch and branch > start * size else ()
+            ends = {branch, host} if self.checkpoints.branch else set()
+            return tuple(sorted(end for end in ends if end > start * size))
         repeated = [self._resumable_end(request, length) for length in request.hint.repeats]
-        return self.checkpoints.cuts(start * size, request.prompt // size * size, branch, repeated)
+        cuts = self.checkpoints.cuts(start * size, request.prompt // size * size, branch, repeated)
+        return tuple(sorted({*cuts, host})) if host > start * size else cuts
+
+    def _host_end(self, request: RequestState) -> int:
+        """Tokens of a prompt that is longer than the host: no longer prefix can be resumed there, and this
+        one only if what ends it is kept. 0: all of the prompt fits."""
+        host, size = self.state.free[FULL_HOST].capacity, self.state.page_size
+        ends_need_more = bool(self._tree.components)
+        return host * size if ends_need_more and host < request.prompt // size else 0
 
     def _resumable_end(self, request: RequestState, length: int) -> int:
         """The last length up to `length` tokens of a prompt that a state can be kept at."""
@@ -305,7 +325,13 @@ class Planner:
         return length if self.ends.keeps_states_inside else length - length % self.state.page_size
 
     def hit_advice(self, request: RequestState) -> tuple[str, str]:
-        """The pool that keeps a hit below its full pages, and advice; empty if there is none."""
+        """The pool that keeps a hit short, and advice; empty if there is none."""
+        reason = self.reason(request)
+        if reason is MissReason.HOST_CAPACITY:
+            name, slots = self.state.names[FULL], self.state.free[FULL_HOST].capacity
+            return name, f"{name!r} has {slots} host slots: raise them, or let fewer prompts wait at once"
+        if reason not in (MissReason.STATE, MissReason.WINDOW):
+            return "", ""
         held, full = request.held_back_by, request.branching_pages
         if held is None or full is None or (request.loaded and request.hit_pages >= full):
             return "", ""

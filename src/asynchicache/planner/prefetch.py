@@ -314,13 +314,22 @@ class PrefetchPlanner:
         return reading
 
     def _turn(self, request: RequestState | None) -> int:
-        """The turn of a request: that of its first reading."""
+        """The turn of a request: when it asked first, or began to wait for its turn."""
         if request is not None and request.turn:
             return request.turn
         self._turns += 1
         if request is not None:
             request.turn = self._turns
         return self._turns
+
+    def queue(self, request: RequestState) -> None:
+        """A request goes to the end of the line of those that wait for their turn."""
+        request.turn = 0
+        turn = self._turn(request)
+        for reading in self.in_flight:
+            if reading.request is request:
+                reading.turn = turn
+        self.in_flight.sort(key=attrgetter("turn"))
 
     @staticmethod
     def _join(reading: Reading, read: PageRead) -> None:

@@ -130,9 +130,9 @@ def _evict_full(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: in
             tree.refresh(node, place)
             return
         tree.split(node, node.pages - wanted)  # a tail is enough: `node` is the tail now
-    for other in others:
+    for other in others:  # not marked as dropped: it is the full pages that made room
         if node.slots[other] is not None:
-            _clear_slots(tree, node, other, freed)
+            freed.slots.setdefault(other, []).extend(tree.clear_slots(node, other))
     freed.slots.setdefault(place, []).extend(tree.clear_slots(node, place))
     if remove_if_dead(tree, node):
         if not node.tail:  # part of a page: a ghost of it would be taken for a page that was asked for

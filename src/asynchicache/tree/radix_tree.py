@@ -684,10 +684,12 @@ class UnifiedRadixTree:
             (component, _pages(component.longest(node, partial, inside))) for component in self.components
         ]
         component, _ = min(ends, key=itemgetter(1))
-        if self._was_dropped(component, tip, match.pages):
+        # Of a window only what the full pages need at their end: with more slots they would have had that.
+        needed = match.full_pages - component.pages if isinstance(component, WindowComponent) else 0
+        if self._was_dropped(component, tip, max(match.pages, needed)):
             return HeldBack(component.id, dropped=True)
         for window in self.windows:  # a state goes with its window, which is to blame then
-            if self._was_dropped(window, tip, match.pages):
+            if self._was_dropped(window, tip, max(match.pages, match.full_pages - window.pages)):
                 return HeldBack(window.id, dropped=True)
         return HeldBack(component.id, dropped=False)
 
