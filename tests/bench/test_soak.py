@@ -205,13 +205,12 @@ def test_hits_unlike_the_models_end_it_where_nothing_goes_wrong(
     assert soak(tmp_path)[0] == 0, "with faults it is told, and not judged"
 
 
-# durable() is False for some turns although nothing fails; it is never True for what is not there.
-@pytest.mark.xfail(reason="some turns of a window model are not called durable", strict=False)
 def test_without_faults_every_turn_is_in_storage_and_the_model_is_there(tmp_path: Path) -> None:
     code, result = soak(tmp_path, "--fault-seconds", "0", "--reopen-seconds", "0.7", seconds=1.5)
 
     assert (code, result["violations"]) == (0, [])
-    assert result["not_durable"] == 0
+    skipped = result["unwritten"].get("states_skipped", 0)
+    assert result["not_durable"] <= skipped, "only turns whose last state found no slot are not durable"
     assert set(result["happened"]) == {"close"}
     assert 0 < result["model_hit_rate"] < 1
     assert result["model_gap"] is None, "too short to judge"
