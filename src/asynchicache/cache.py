@@ -391,7 +391,7 @@ class HybridCache:
         self._controller.executor.check_open()
         recorder = TraceRecorder(
             Path(path),
-            page_words=self._controller.planner.state.page_words,
+            page_keys=self._controller.planner.state.page_keys,
             block_size=self.spec.page_size,
             port=self._parts.port,
             salt=salt,

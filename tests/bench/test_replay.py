@@ -107,7 +107,7 @@ def test_pages_and_states_share_one_memory(trace: Path, share: float, state_toke
 @pytest.mark.parametrize("pools", ["kv", "kv,swa", "kv,mamba,swa", "kv,mamba,dsa"])
 @pytest.mark.parametrize("policy", ["size", "lru", "fifo"])
 def test_any_pools_can_share_a_memory(pools: str, policy: str, tmp_path: Path):
-    random_trace(5, tmp_path / "t")
+    random_trace(5, tmp_path / "t", answers=4)
     for share in (0.2, 0.5, 1.0):
         options = {"pools": pools, "policy": policy, "window": 2 * BLOCK, "state_tokens": 20}
         assert 0 < replay(tmp_path / "t", memory_share=share, **options).hit_rate
@@ -121,22 +121,29 @@ def test_a_memory_for_attention_alone_is_as_good_as_its_slots():
 # A plain model of the cache: blocks in dictionaries.
 
 
-def random_trace(seed: int, path: Path, requests: int = 120) -> list[list[int]]:
-    """Prompts that continue, repeat, or leave earlier ones somewhere on their way."""
+def random_trace(seed: int, path: Path, requests: int = 120, answers: int = 0) -> list[list[int]]:
+    """Prompts that continue, repeat, or leave earlier ones, and their answers, somewhere on their way."""
     rng = random.Random(seed)
     prompts: list[list[int]] = []
+    ended: list[list[int]] = []
     fresh = 0
     with path.open("w") as file:
         for arrival in range(requests):
-            old = rng.choice(prompts) if prompts and rng.random() < 0.8 else []
+            old = rng.choice(ended) if ended and rng.random() < 0.8 else []
             prompt = old[: rng.choice([len(old), rng.randint(0, len(old))])]
             more = rng.randint(0 if prompt else 1, 6)
             prompt = [*prompt, *range(fresh, fresh + more)]
             fresh += more
+            answer = range(fresh, fresh + rng.randint(0, answers))
+            fresh += len(answer)
             prompts.append(prompt)
+            ended.append([*prompt, *answer])
             runs = [number for block in prompt for number in (block, 1)]
             length = len(prompt) * BLOCK + rng.randint(1, BLOCK - 1)
             line = {"timestamp_ms": arrival, "input_length": length, "block_size": BLOCK, "hash_runs": runs}
+            line |= (
+                {"answer_runs": [answer.start, len(answer)], "repeats": [2 * length // 3]} if answer else {}
+            )
             file.write(json.dumps(line) + "\n")
     return prompts
 

@@ -238,9 +238,12 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str):
         (b"\xff\xfe{\0", "line 1: the file is no text"),
         (
             b'{"prompt": "hi"}\n',
-            "line 1: .* missing: it has prompt, which is text without ids of blocks; wanted",
+            "line 1: .* missing: it has prompt, and no ids of blocks; wanted is .*`serve --record-trace`",
         ),
-        (b'{"id": "x", "requests": [{"in": 640}]}', "line 1: .* it has id, requests, as a file of sessions"),
+        (
+            b'{"id": "x", "requests": [{"in": 640}]}',
+            "line 1: .* it has id, requests, and no ids of blocks; wanted",
+        ),
         (b"[1, 2\n", "begins as a JSON array and is none"),
         (
             b'{"input_length": 4,\n"hash_ids": [1]}\n',

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache import CacheConfig, HybridCache
+from asynchicache import CacheConfig, CacheHint, HybridCache
 from asynchicache.bench.replay.options import ReplayOptions
 from asynchicache.bench.replay.run import run_replay
 from asynchicache.bench.replay.trace import read_trace
@@ -118,6 +118,41 @@ async def test_requests_are_read_in_the_order_in_which_they_came(tmp_path: Path)
             await recorder.aclose()
     assert sorted(line["input_length"] for line in lines(tmp_path / "t")) == [5, 6, 7]
     assert [request.tokens for request in read_trace(tmp_path / "t").requests] == [5, 6, 7]
+
+
+@pytest.mark.asyncio
+async def test_a_session_is_known_by_what_its_prompts_repeat(tmp_path: Path):
+    """Conversations with one system prompt of whole pages, and questions shorter than a page."""
+    system, hint = SHARED[:8], CacheHint(repeats=(10,))
+    async with HybridCache.open(SPEC, CONFIG) as cache:
+        recorder = cache.record(tmp_path / "t")
+        for question, namespace in (([1], None), ([2, 3], None), ([1], "other")):
+            prompt = [*system, *question]
+            for answer in ([40], [*range(50, 60)], []):
+                async with cache.request(prompt, namespace=namespace):
+                    pass
+                prompt += answer
+        for prompt in ([*system, 4, 5, 90, 91], [*system, 4, 5, 6, 7]):  # an invitation is not repeated
+            async with cache.request(prompt, hint=hint):
+                pass
+        await recorder.aclose()
+    sessions = [line["session_id"] for line in lines(tmp_path / "t")]
+    assert [sessions.index(one) for one in sessions] == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9]
+
+
+@pytest.mark.asyncio
+async def test_a_trace_of_page_keys_has_blocks_and_sessions(tmp_path: Path):
+    keys = [bytes([number]) * 32 for number in range(6)]
+    config = CacheConfig(device_slots={"kv": 64, "mamba": 16}, host_ratio=0, inline=True, page_keys=True)
+    async with HybridCache.open(SPEC, config) as cache:
+        recorder = cache.record(tmp_path / "t")
+        for count, length in ((2, None), (2, 30), (4, 18)):
+            async with cache.request_keys(keys[:count], length=length):
+                pass
+        await recorder.aclose()
+    found = read_trace(tmp_path / "t").requests
+    assert [(one.tokens, one.runs) for one in found] == [(9, [(0, 2)]), (11, [(0, 2)]), (18, [(0, 4)])]
+    assert len({one.session for one in found}) == 1
 
 
 @pytest.mark.asyncio

@@ -25,6 +25,7 @@ from asynchicache.errors import ConfigError
 from asynchicache.hashing import page_digests
 from asynchicache.planner.request_state import RequestState
 from asynchicache.ports import Port
+from asynchicache.types import KEY_WORDS
 
 _MAX_WAITING_BYTES = 64 << 20
 _WRITE_SECONDS = 1.0
@@ -64,7 +65,7 @@ class TraceRecorder:
         self,
         path: Path,
         *,
-        page_words: int,
+        page_keys: bool,
         block_size: int,
         port: Port,
         salt: bytes | None = None,
@@ -72,7 +73,7 @@ class TraceRecorder:
         """
         Args:
             path: the file, written anew; gzipped if it ends in `.gz`.
-            page_words: ids of a page in a request's words.
+            page_keys: whether requests have keys of pages, and not tokens.
             block_size: tokens of a page.
             port: of the cache.
             salt: recorders with the same salt give a block the same id, so that their files can be merged by
@@ -83,8 +84,8 @@ class TraceRecorder:
         """
         self.path = path
         self.recorded = self.dropped = 0
-        self._page_words = page_words
-        self._by_token = page_words == block_size  # otherwise of keys of pages
+        self._page_words = KEY_WORDS if page_keys else block_size
+        self._by_token = not page_keys
         self._block_size = block_size
         self._port = port
         self._salt = secrets.token_bytes(16) if salt is None else salt[:64]

@@ -70,7 +70,8 @@ class Player:
         self._cache.carry_out(self._planner.loads.load(state))
         served = self._served(request, state, blocks, known)
         with suppress(CapacityError):  # without room, the prompt is computed but not cached
-            self._compute(state, blocks)
+            for stop in self._stops(state, len(blocks)):
+                self._publish(state, stop, blocks)
             self._answer(state, request)
         self._planner.release(state)
         return served
@@ -87,11 +88,6 @@ class Player:
         )
 
     # Computing
-
-    def _compute(self, state: RequestState, blocks: TraceBlocks) -> None:
-        """Publish the prompt, with states where the planner wants them."""
-        for stop in self._stops(state, len(blocks)):
-            self._publish(state, stop, blocks)
 
     def _answer(self, state: RequestState, request: TraceRequest) -> None:
         """Publish the blocks that were cached with the answer, with a state at their end if it is wanted."""

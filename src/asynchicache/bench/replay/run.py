@@ -60,14 +60,13 @@ def _by_token(
     """Replay with pages of another size, with outputs, or with ends inside a page."""
     size = options.page_size or trace.block_size
     spec = synthetic_spec(size, options.names, state_bytes=2 * options.state_tokens)
-    outputs = options.outputs or any(request.answer for request in trace.requests)
-    paged = _in_pages(trace, size, outputs=outputs)
+    paged = _in_pages(trace, size, outputs=options.outputs)
     ends = replace(
         found, states=found.states + len(trace.requests), longest=found.longest * trace.block_size // size + 2
     )
     checkpoints = CheckpointPolicy.parse(options.checkpoint)
     planner, sizes = _planner(options, spec, paged, ends, checkpoints, tails=options.tails)
-    player, tally = TokenPlayer(planner, TokenTrace(trace), outputs=outputs), ReplayTally()
+    player, tally = TokenPlayer(planner, TokenTrace(trace), outputs=options.outputs), ReplayTally()
     for number in range(len(trace.requests)):
         tally.add(player.serve(number))
         progress(tally.requests, len(trace.requests))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from asynchicache.bench.replay.player import Miss, ReplayedRequest
-from asynchicache.bench.replay.trace import Trace
+from asynchicache.bench.replay.trace import Trace, TraceRequest
 from asynchicache.bench.virtual import InstantCache
 from asynchicache.errors import CapacityError
 from asynchicache.planner.planner import Planner
@@ -76,7 +76,7 @@ class TokenPlayer:
     """
 
     def __init__(self, planner: Planner, tokens: TokenTrace, *, outputs: bool) -> None:
-        """`outputs`: publish what was generated; its last token is never computed."""
+        """`outputs`: publish what was generated, but its last token, where the trace does not say."""
         self._planner = planner
         self._cache = InstantCache(planner)
         self._tokens = tokens
@@ -107,16 +107,22 @@ class TokenPlayer:
         size, request = self._tokens.trace.block_size, self._tokens.trace.requests[number]
         blocks = request.blocks()
         common = bisect_left(blocks, 1, key=lambda block: 1 - self._seen[block])
-        end = request.tokens + request.output - 1 if self._outputs and request.output else request.tokens
+        end = self._end(request)
         for at in self._tokens.ids(number, end)[::size][: end // size]:
             if at < _UNKNOWN:
                 self._seen[at // size] = 1
         return min(common * size, request.tokens - 1)
 
+    def _end(self, request: TraceRequest) -> int:
+        """The tokens that are published: of a prompt, and of its output."""
+        if request.answer:  # one token more: not where a state is kept
+            whole = len(request.blocks(answer=True)) * self._tokens.trace.block_size
+            return whole + (not self._planner.checkpoints.output)
+        return request.tokens + max(request.output - 1, 0) * self._outputs
+
     def _compute(self, state: RequestState, number: int) -> None:
         planner, request = self._planner, self._tokens.trace.requests[number]
-        size, more = planner.state.page_size, self._outputs and request.output > 1
-        end = request.tokens + request.output - 1 if more else request.tokens
+        size, end = planner.state.page_size, self._end(request)
         stops = {*planner.cuts(state), request.tokens, end}
         state.tokens.extend(self._tokens.ids(number, end)[request.tokens :])
         done = state.hit_tokens(size)

@@ -171,9 +171,7 @@ class _Reader:
         self._latest: dict[str | None, float] = {}
         self._chats: dict[str | int | None, str] = {}
         self.arrivals = array("d")
-        self.table = array(
-            "q"
-        )  # of each request: its tokens, its output, where its runs and its answer's end
+        self.table = array("q")  # for each request: tokens, output, where its runs and its answer's end
         self.sessions: list[str | None] = []
         self.hints: dict[int, CacheHint] = {}
         self.skipped = 0

@@ -27,10 +27,8 @@ _ZSTD = b"\x28\xb5\x2f\xfd"
 _UNPACKERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 _WANTED = (
     "wanted is JSON with one request a line, each with input_length, hash_ids and timestamp, plain or packed "
-    "by gzip, zstd, bzip2 or xz"
+    "by gzip, zstd, bzip2 or xz; `serve --record-trace` writes one"
 )
-_TEXTS = {"prompt", "messages", "conversations", "text_input", "input", "session"}
-"""Keys of what people replay against servers: it has text, and no ids of blocks."""
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -105,15 +103,10 @@ def _no_json(where: str, number: int, text: bytes) -> str:
 
 def say_what_it_is(where: str, number: int, text: bytes, problem: str) -> str:
     """The words for a line that is no request of a trace."""
-    words = f"{where}, line {number}: {problem}"
-    try:
+    words, keys = f"{where}, line {number}: {problem}", list[str]()
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         keys = list(msgspec.json.decode(text, type=dict[str, msgspec.Raw]))
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return f"{words}; {_WANTED}"
     if "hash_ids" in keys or "hash_runs" in keys:
         return words
-    words += f": it has {', '.join(keys[:6])}"
-    if "requests" in keys:
-        return f"{words}, as a file of sessions; {_WANTED}"
-    kind = ", which is text without ids of blocks" if _TEXTS.intersection(keys) else ""
-    return f"{words}{kind}; {_WANTED}. `serve --record-trace` writes one from requests with text"
+    has = f": it has {', '.join(keys[:6])}, and no ids of blocks" if keys else ""
+    return f"{words}{has}; {_WANTED}"
