@@ -205,7 +205,7 @@ def test_reading_takes_less_than_three_times_the_file(tmp_path: Path, kind: str)
         ({"hash_runs": [-1, 2]}, "line 2: ids of runs must be 0 to 18446744073709551615"),
         ({"hash_runs": [2**64 - 1, 2]}, "line 2: ids of runs must be 0 to"),
         ({"repeats": [-1]}, "line 2: hint repeats .* must be 4 lengths at most"),
-        ({"hash_runs": [7, 4]}, "line 2: 4 ids for 2 whole blocks of the prompt and 2 more tokens"),
+        ({"hash_runs": [7, 4]}, "line 2: 4 ids for 2 whole blocks of 4 tokens and 2 more; see --block-size"),
         ({"hash_runs": "7"}, r"line 2: Expected `array \| null`, got `str`"),
     ],
 )

@@ -191,7 +191,7 @@ class _Reader:
             return
         if (line.hash_runs is None) is (line.hash_ids is None):
             raise ConfigError("hash_runs or hash_ids is missing, or both are there")
-        middle = self._keep(*_whole(starts, counts, *divmod(tokens, size)))
+        middle = self._keep(*_whole(starts, counts, tokens, size))
         end = self._keep(*_runs(line.answer_runs))
         self.table.extend((tokens, max(_number("output_length", line.output_length), 0), middle, end))
         self.arrivals.append(arrival)
@@ -329,11 +329,13 @@ def _chain(ids: Sequence[int | str]) -> list[int]:
     return chained
 
 
-def _whole(starts: _Array, counts: _Array, whole: int, rest: int) -> tuple[_Array, _Array]:
-    """The runs without a partial last block."""
-    found = int(counts.sum())
+def _whole(starts: _Array, counts: _Array, tokens: int, size: int) -> tuple[_Array, _Array]:
+    """The runs of a prompt without a partial last block of less than `size` tokens."""
+    found, (whole, rest) = int(counts.sum()), divmod(tokens, size)
     if not whole <= found <= whole + bool(rest):
-        raise ConfigError(f"{found} ids for {whole} whole blocks of the prompt and {rest} more tokens")
+        raise ConfigError(
+            f"{found} ids for {whole} whole blocks of {size} tokens and {rest} more; see --block-size"
+        )
     if found > whole:
         counts[-1] -= 1
         last = len(counts) - (counts[-1] == 0)

@@ -88,8 +88,9 @@ def _array(text: bytes, where: str) -> Iterator[tuple[int, bytes]]:
         found = msgspec.json.decode(text, type=list[msgspec.Raw])
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{where} begins as a JSON array and is none: {error}; {_WANTED}") from error
-    for number, one in enumerate(found, start=1):
-        yield number, bytes(one) + b"\n"
+    found.reverse()  # each is freed when it has been read
+    for number in range(1, len(found) + 1):
+        yield number, bytes(found.pop()) + b"\n"
 
 
 def _no_json(where: str, number: int, text: bytes) -> str:
