@@ -212,7 +212,7 @@ def test_without_room_for_all_of_a_prefix_a_shorter_one_is_read(spec: ModelSpec)
                 hit, waited = await ask(cache, [*one, 1])
                 assert hit.reason is MissReason.HOST_CAPACITY
                 assert hit.tokens == (12 if spec is ATTENTION else 8) * PAGE
-                assert hit.advice.startswith("'kv' has 48 host slots: raise them")
+                assert hit.advice.startswith("the host holds 48 pages of 'kv': raise them")
                 assert waited < 1.0
             assert (await ask(cache, [*one, 2]))[0].tokens == 40 * PAGE
             await cache.drain()
@@ -277,5 +277,29 @@ def test_a_read_that_hangs_keeps_no_other_key_from_being_served() -> None:
             await hanging
             assert reads(cache) <= 4 * 20
             faults.release()
+
+    run_seeded(0, main)
+
+
+@pytest.mark.parametrize("names", [("kv",), ("kv", "mamba"), ("kv", "swa")], ids=" ".join)
+@pytest.mark.parametrize("pages", [12, 20, 30])
+def test_a_prefix_longer_than_a_memory_that_pools_share_leaves_room_for_what_ends_it(
+    names: tuple[str, ...], pages: int
+) -> None:
+    async def main(world: SeededWorld) -> None:
+        spec = synthetic_spec(PAGE, names, token_bytes=1024, state_bytes=1 << 14)
+        prompt = LONG[: 40 * PAGE]
+        store = await stored(world, spec, prompt, ends=(8, 16, 24))
+        sizes = roomy(spec, 64, host_bytes=pages * spec.pool("kv").slot_bytes(PAGE) + (1 << 17))
+        del sizes["host_slots"]
+        async with world.open_cache(spec, config(**sizes), storage=MemoryBackend(store)) as cache:
+            hit = await Engine(cache).serve([*prompt, 1])
+            assert hit.reason is MissReason.HOST_CAPACITY
+            assert hit.tokens >= 8 * PAGE
+            await cache.drain()
+            assert cache.verify(idle=True) == []
+        async with world.open_cache(spec, config(**sizes), storage=MemoryBackend(store)) as cache:
+            again = await Engine(cache).serve([*prompt, 2])
+            assert again.tokens >= hit.tokens
 
     run_seeded(0, main)

@@ -122,7 +122,10 @@ def test_a_window_that_went_with_its_full_pages_was_not_short_of_slots() -> None
 @pytest.mark.parametrize(
     ("reason", "advice"),
     [
-        (MissReason.HOST_CAPACITY, "'kv' has 128 host slots: raise them, or let fewer prompts wait at once"),
+        (
+            MissReason.HOST_CAPACITY,
+            "the host holds 128 pages of 'kv': raise them, or let fewer prompts wait at once",
+        ),
         (MissReason.DEADLINE, ""),
     ],
 )

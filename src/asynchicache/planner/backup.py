@@ -136,7 +136,7 @@ class BackupPlanner:
     def lacks_room(self, node: Node) -> bool:
         """Whether something on the path to `node` still needs host room: it is on the device, but neither on
         the host nor in storage. A path that is longer than the host waits for no room."""
-        fits = node.end <= self._state.free[FULL_HOST].capacity
+        fits = node.end <= self._state.host_pages
         return fits and any(not _is_stored(want) for want in self._missing(node))
 
     def _copy(self, node: Node, wanted: list[CopyRequest], period: int) -> list[Copy]:

@@ -33,7 +33,6 @@ from asynchicache.tree.node import (
     ABSENT,
     FULL,
     FULL_DEVICE,
-    FULL_HOST,
     Keep,
     Node,
     SlotPlace,
@@ -315,7 +314,7 @@ class Planner:
     def _host_end(self, request: RequestState) -> int:
         """Tokens of a prompt that is longer than the host: no longer prefix can be resumed there, and this
         one only if what ends it is kept. 0: all of the prompt fits."""
-        host, size = self.state.free[FULL_HOST].capacity, self.state.page_size
+        host, size = self.state.host_pages, self.state.page_size
         ends_need_more = bool(self._tree.components)
         return host * size if ends_need_more and host < request.prompt // size else 0
 
@@ -328,8 +327,9 @@ class Planner:
         """The pool that keeps a hit short, and advice; empty if there is none."""
         reason = self.reason(request)
         if reason is MissReason.HOST_CAPACITY:
-            name, slots = self.state.names[FULL], self.state.free[FULL_HOST].capacity
-            return name, f"{name!r} has {slots} host slots: raise them, or let fewer prompts wait at once"
+            name = self.state.names[FULL]
+            holds = f"the host holds {self.state.host_pages} pages of {name!r}"
+            return name, f"{holds}: raise them, or let fewer prompts wait at once"
         if reason not in (MissReason.STATE, MissReason.WINDOW):
             return "", ""
         held, full = request.held_back_by, request.branching_pages

@@ -276,7 +276,7 @@ class PrefetchPlanner:
         reason = self._miss_reason(query, full, limit)
         if reach <= query.matched_pages:
             return ReadPlan(None, reason, [], full, limit, reach)
-        most = self._state.free[FULL_HOST].capacity if most is None else most
+        most = self._state.host_pages if most is None else most
         target = hits.longest(hits.clamp(lengths, most))
         reason = MissReason.HOST_CAPACITY if target < reach else reason
         if target <= query.matched_pages:

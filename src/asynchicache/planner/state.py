@@ -19,6 +19,7 @@ from asynchicache.pools.sizing import pool_bytes
 from asynchicache.specs import ModelSpec
 from asynchicache.tracing import Tracer
 from asynchicache.tree import copies, eviction
+from asynchicache.tree.components import WindowComponent
 from asynchicache.tree.copies import CopyRequest, TierCopy
 from asynchicache.tree.eviction import MAX_VICTIMS
 from asynchicache.tree.keeps import HintShare
@@ -264,6 +265,20 @@ class CacheState:
             if plan is None or name not in plan.slot_bytes
         )
         return own + (plan.paid_bytes if plan is not None else 0)
+
+    @property
+    def host_pages(self) -> int:
+        """Pages of the longest prefix that the host holds together with what ends it."""
+        full = self.free[FULL_HOST]
+        if not isinstance(full, ExtentAllocator):
+            return full.capacity
+        extents = full.extents.extents
+        for component in self.tree.components:
+            free = self.free[place_of(component.id, Tier.HOST)]
+            if isinstance(free, ExtentAllocator):
+                slots = component.kept if isinstance(component, WindowComponent) else 1
+                extents -= -(-slots // free.whole)
+        return max(extents, 0) * full.whole
 
     def open_host(self, pool: str, slots: int) -> None:
         """Allow the first `slots` host slots of a pool; the memory of the others is not ready."""

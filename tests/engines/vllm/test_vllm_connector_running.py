@@ -73,6 +73,24 @@ def test_damaged_pages_are_misses(model: Model, tmp_path: Path) -> None:
     assert corrupt > 0
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_a_conversation_longer_than_the_host_is_resumed_at_an_earlier_turn(
+    model: Model, tmp_path: Path, name: str
+) -> None:
+    """vLLM offers the states of a hybrid at the ends of its prompts."""
+    longest = prompts(1, 1900)[0]
+    turns = [longest[:700], longest]
+    with Engine(model(name), connector(tmp_path)) as first:
+        computed = first.ask_in_turn(turns)
+    with Engine(model(name), connector(tmp_path, host_bytes=3 << 20)) as second:
+        again = second.ask(turns[1:])
+        found = second.metrics()
+
+    assert 0 < cached(again)[0] < 1792
+    assert tokens(again) == tokens(computed[1:])
+    assert found["vllm:asynchicache_connector_requests", "host_capacity"] == 1
+
+
 def test_requests_choose_to_load_and_to_store_nothing(model: Model, tmp_path: Path) -> None:
     with Engine(model("qwen3"), connector(tmp_path)) as first:
         computed = first.ask_in_turn(PROMPTS[:1], hints={"no_store": True})

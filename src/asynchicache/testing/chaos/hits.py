@@ -377,7 +377,7 @@ class HitOracle:
             case.allowed |= _FAILURES
         if waited >= self._options.deadline(0) or self._options.policy is PrefetchPolicy.BEST_EFFORT:
             case.allowed.add(MissReason.DEADLINE)
-        case.refused |= case.furthest > self._state.free[FULL_HOST].capacity  # not all of it fits at once
+        case.refused |= case.furthest > self._state.host_pages  # not all of it fits at once
         if case.refused or not self._asks:
             case.allowed.add(MissReason.HOST_CAPACITY)
         if not (calm and patient):
