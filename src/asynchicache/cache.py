@@ -25,7 +25,14 @@ from asynchicache.controller.request import Hit, Request
 from asynchicache.controller.statistics import CacheStatistics, GroupStatistics, Occupancy, collect_statistics
 from asynchicache.controller.storage_pools import StoragePools
 from asynchicache.controller.tasks import OwnedTasks, shielded
-from asynchicache.errors import ClosedError, ConfigError, InvalidTokensError, StorageError, UsageError
+from asynchicache.errors import (
+    ClosedError,
+    ConfigError,
+    InvalidTokensError,
+    StorageError,
+    UnknownPoolError,
+    UsageError,
+)
 from asynchicache.events import PagesStored
 from asynchicache.openings import Opening, caller
 from asynchicache.parts import attach_storage, free_memory, open_device
@@ -418,7 +425,7 @@ class HybridCache:
             raise UsageError("device_tensor(): an engine owns the device memory here")
         except KeyError:
             names = {one.name: [part.name for part in one.tensors] for one in self.spec.pools}
-            raise KeyError(f"tensor {tensor!r} of pool {pool!r} is none of {names}") from None
+            raise UnknownPoolError(f"tensor {tensor!r} of pool {pool!r} is none of {names}") from None
 
     @property
     def device(self) -> Device:

@@ -25,6 +25,7 @@ __all__ = [
     "StorageFormatError",
     "StorageLockedError",
     "TransferError",
+    "UnknownPoolError",
     "UnsupportedModelError",
     "UsageError",
     "WireFormatError",
@@ -56,6 +57,12 @@ class UnsupportedModelError(UsageError, ValueError):
 
 class RequestStateError(UsageError, RuntimeError):
     """Raised when a request is used twice, out of order, or after it was closed."""
+
+
+class UnknownPoolError(UsageError, KeyError):
+    """Raised when a model has no such pool; names those that it has."""
+
+    __str__ = CacheError.__str__  # that of KeyError shows quotes around the message
 
 
 class ClosedError(UsageError, RuntimeError):

@@ -18,6 +18,7 @@ class Lease:
     """
 
     __slots__ = ("__weakref__", "_release")
+    _words = "a lease was lost, not closed"
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release: Callable[[], None] | None = release
@@ -45,4 +46,4 @@ class Lease:
     def __del__(self) -> None:
         if self._release is not None:
             self.close()  # first: a warning may be an error here
-            warnings.warn(f"{type(self).__name__} was lost, not closed", LeaseWarning, stacklevel=2)
+            warnings.warn(self._words, LeaseWarning, stacklevel=2)

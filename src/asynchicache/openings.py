@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Coroutine, Generator
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -18,6 +19,7 @@ class AsyncClosable(Protocol):
 
 
 T = TypeVar("T", bound=AsyncClosable)
+Opened = TypeVar("Opened")
 
 
 class Opening(Generic[T]):
@@ -64,6 +66,12 @@ class Opening(Generic[T]):
 
     if not TYPE_CHECKING:  # a type checker knows that there is nothing else
 
+        def __enter__(self) -> None:
+            raise UsageError(self._advice())
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
         def __getattr__(self, name: str) -> object:
             raise AttributeError(f"no {name!r} here: {self._advice()}")
 
@@ -79,6 +87,34 @@ class Opening(Generic[T]):
 
     def __repr__(self) -> str:
         return f"<{self._name}, {'used' if self._begin is None else 'not open yet'}>"
+
+
+class Blocking(Generic[Opened]):
+    """What `with` opens, in programs without an event loop; `async with` is told so."""
+
+    def __init__(self, name: str, inner: AbstractContextManager[Opened]) -> None:
+        """`name`: the call that makes it, for messages."""
+        self._name = name
+        self._inner = inner
+
+    def __enter__(self) -> Opened:
+        return self._inner.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return self._inner.__exit__(kind, error, trace)
+
+    if not TYPE_CHECKING:
+
+        async def __aenter__(self) -> None:
+            raise UsageError(f"{self._name} blocks; use `with`, or PrefixCachedModel.open on an event loop")
+
+        async def __aexit__(self, *error: object) -> None:
+            pass
 
 
 def caller(depth: int = 2) -> str:

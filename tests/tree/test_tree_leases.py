@@ -43,7 +43,7 @@ def test_a_lost_lease_warns_and_gives_back_at_once(bed):
     lease = bed.lock("ab")
     gc.disable()  # a cycle through the lease would keep it until the collector comes
     try:
-        with pytest.warns(LeaseWarning, match="PathLease was lost"):
+        with pytest.warns(LeaseWarning, match="a request was lost, not closed: leave it by `async with`"):
             del lease
     finally:
         gc.enable()

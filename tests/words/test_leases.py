@@ -53,7 +53,7 @@ def test_closing_inside_a_block_is_fine(lease, given):
 def test_losing_it_warns_and_gives_back(given):
     lost = Lease(lambda: given.append("back"))
 
-    with pytest.warns(LeaseWarning, match="Lease was lost, not closed"):
+    with pytest.warns(LeaseWarning, match="a lease was lost, not closed"):
         del lost
 
     assert given == ["back"]

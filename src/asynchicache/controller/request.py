@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.controller.recorder import RecordedRequest
-from asynchicache.errors import RequestStateError, UsageError
+from asynchicache.errors import RequestStateError, UnknownPoolError, UsageError
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.engine import NamedPages
 from asynchicache.planner.hints import NO_HINT
@@ -83,6 +83,7 @@ class Request:
         self._stream: Stream | None = None
         self._state: RequestState | None = None
         self._closed = False
+        self._copying: Ticket | None = None  # its copies may run on: nobody has waited, and no stream
         self.made_at = ""
         self.hint = NO_HINT
         self.record_of: Request | None = None
@@ -119,6 +120,14 @@ class Request:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    if not TYPE_CHECKING:  # a type checker knows
+
+        def __enter__(self) -> None:
+            raise UsageError("a request is used by `async with cache.request(...) as request`")
+
+        def __exit__(self, *error: object) -> None:
+            pass
 
     def run_on(self, stream: Stream) -> Self:
         """Set the stream of the request's forwards; call it before entering the request.
@@ -270,7 +279,7 @@ class Request:
 
         Raises:
             RequestStateError: before `load`.
-            KeyError: the pool has no pages.
+            UnknownPoolError: the pool has no pages.
         """
         self._check_own_device("pages")
         state = self._loaded()
@@ -281,7 +290,7 @@ class Request:
         """Number of the first page in `pages(pool)`: 0, or the current start of a sliding window.
 
         Raises:
-            RequestStateError, KeyError: as `pages`.
+            RequestStateError, UnknownPoolError: as `pages`.
         """
         self._check_own_device("first_page")
         state = self._loaded()
@@ -294,7 +303,20 @@ class Request:
         for component_id in (FULL, *(component.id for component in state.tree.windows)):
             if pool in state.sharing(component_id):
                 return component_id
-        raise KeyError(f"{pool!r} is none of the pools with pages of {state.spec.model!r}")
+        raise self._unknown_pool(pool, "pages", "states")
+
+    def _unknown_pool(self, pool: str, asked: str, other: str) -> UnknownPoolError:
+        """The error of `pages` or `state`, which was `asked` for a pool of the other kind, or of none."""
+        spec = self._planner.state.spec
+        with_pages = [one.name for one in spec.pools if one.per_token]
+        with_states = [one.name for one in spec.pools if not one.per_token]
+        names = {"pages": with_pages, "states": with_states}
+        cure = f", or with {other}: {names[other]}"
+        if pool in names[other]:
+            cure = (
+                f": state({pool!r}) is its slot" if other == "states" else f": pages({pool!r}) are its slots"
+            )
+        return UnknownPoolError(f"{pool!r} is none of the pools with {asked} {names[asked]}{cure}")
 
     def state(self, pool: str) -> int:
         """Device slot of the request's own working state of a pool; the restored state is copied there.
@@ -302,19 +324,15 @@ class Request:
         Raises:
             RequestStateError: before the first `load` or `extend` that found a slot, or after a final
                 checkpoint, which publishes the slot itself.
-            KeyError: the pool has no states.
+            UnknownPoolError: the pool has no states.
         """
         self._check_own_device("state")
         state = self._loaded()
         cache = self._planner.state
-        ids = {
-            cache.names[component.id]: component.id
-            for component in cache.tree.components
-            if not component.paged
-        }
-        if pool not in ids:
-            raise KeyError(f"{pool!r} is none of the pools with states: {list(ids)}")
-        component_id = ids[pool]
+        ids = (one.id for one in cache.tree.components if not one.paged and pool in cache.sharing(one.id))
+        component_id = next(ids, None)
+        if component_id is None:
+            raise self._unknown_pool(pool, "states", "pages")
         if component_id not in state.states and state.finished:
             raise RequestStateError(f"the last checkpoint was final, and published the {pool!r} state slot")
         if component_id not in state.states:
@@ -417,6 +435,7 @@ class Request:
             self._controller.count_served(state)
         ticket = self._executor.run(copies, self._on_wait(state), after=after)
         assert ticket is not None, "a load has a copy, if an empty one"
+        self._copying = ticket
         return ticket
 
     def _planned_load(self, state: RequestState, into: NamedPages | None) -> list[Copy]:
@@ -549,6 +568,19 @@ class Request:
     def _waits(self, state: RequestState, stream: Stream) -> None:
         self._executor.check_stream(stream)
         state.runs_on(stream)
+        self._copying = None  # what follows on this stream is ordered
+
+    def check_landed(self) -> None:
+        """Check that slots of the request may be read and written: their last copy has ended, or a stream
+        waits for it.
+
+        Raises:
+            RequestStateError: nothing has waited for the ticket of `load`, `checkpoint` or `snapshot`.
+        """
+        if self._copying is not None and not self._copying.done:
+            raise RequestStateError(
+                "copies are still running: await load(), and each checkpoint() and snapshot()"
+            )
 
     def _retire(self, state: RequestState, length: int, after: Stream | None) -> None:
         """Free the pages before the windows, after the work enqueued on `after`."""
@@ -745,6 +777,7 @@ class Request:
         ticket = self._executor.run(copies, self._on_wait(state))
         if ticket is None or copies[-1].direction is not Direction.FORK:
             return done_ticket(self._planner.state.spec.layers, self._on_wait(state))
+        self._copying = ticket
         return ticket
 
     def suspend(self, length: int, *, after: Stream | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from typing import NamedTuple
 
 from asynchicache.errors import ConfigError, UnsupportedModelError
@@ -36,6 +37,26 @@ class ModelDescription(NamedTuple):
     identity: str
 
 
+def check_config(config: object) -> None:
+    """
+    Raises:
+        ConfigError: `config` is not a configuration; says how to get one.
+    """
+    if isinstance(config, str | PathLike):
+        folder = str(config)
+        raise ConfigError(
+            f"{folder!r} is a path, not a configuration: AutoConfig.from_pretrained({folder!r}) reads one"
+        )
+    if not hasattr(config, "model_type"):
+        kind = type(config).__name__
+        cure = (
+            "pass its `config`"
+            if hasattr(config, "config")
+            else "AutoConfig.from_pretrained(folder) reads one"
+        )
+        raise ConfigError(f"a {kind} is no configuration: {cure}")
+
+
 def describe(config: HuggingFaceConfig, page_size: int, *, dtype: str | None = None) -> ModelDescription:
     """Return the pools of the model that `config` describes.
 
@@ -50,9 +71,7 @@ def describe(config: HuggingFaceConfig, page_size: int, *, dtype: str | None = N
             from the tokens alone (encoder-decoders, attention in both directions); names layer and model.
         ConfigError: the configuration contradicts itself, or `config` is not a configuration.
     """
-    if not hasattr(config, "model_type"):
-        kind = type(config).__name__
-        raise ConfigError(f"a {kind} is no configuration: AutoConfig.from_pretrained(folder) reads one")
+    check_config(config)
     text = check_decoder(config)
     dtype = dtype or _dtype_of(text, config)
     kinds = _layer_kinds(text)

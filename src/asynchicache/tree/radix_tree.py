@@ -118,6 +118,7 @@ class PathLease(Lease):
     """Keeps one prefix: the path to `node` where it is, and what its end needs of the other pools."""
 
     __slots__ = ("credit", "locked", "node")
+    _words = "a request was lost, not closed: leave it by `async with`, or call its close()"
 
     def __init__(self, tree: UnifiedRadixTree, node: Node, locked: Locks, credit: float) -> None:
         super().__init__(lambda: tree.unlock_all(locked))  # not through `self`: a lost lease ends at once

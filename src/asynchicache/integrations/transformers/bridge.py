@@ -17,12 +17,14 @@ from asynchicache.errors import RequestStateError, UsageError
 from asynchicache.integrations.transformers.layers import PoolMap
 from asynchicache.integrations.transformers.snapshot import (
     SavedStates,
+    new_cache,
     restore,
     write_pages,
     write_saved_states,
     write_states,
 )
 from asynchicache.specs import ModelSpec, PoolSpec
+from asynchicache.specs.huggingface import check_config
 
 
 class HitSlots(msgspec.Struct, frozen=True, array_like=True):
@@ -157,7 +159,13 @@ class CacheBridge:
         spec: ModelSpec | None = None,
         prefix: str = "",
     ) -> None:
+        if not isinstance(cache, HybridCache):
+            given = f"{type(config).__name__} and {type(cache).__name__}"
+            raise UsageError(f"CacheBridge(config, cache) takes an open HybridCache, not {given}")
+        check_config(config)
         spec = spec or cache.spec
+        if (layers := len(new_cache(config))) != len(spec.stage):
+            raise UsageError(f"the config has {layers} layers, the spec of the cache {len(spec.stage)}")
         names = {pool.name: f"{prefix}_{pool.name}" if prefix else pool.name for pool in spec.pools}
         self.copies = PrefixCopies(
             config, spec, lambda pool, tensor: cache.device_tensor(names[pool], tensor)
@@ -177,8 +185,9 @@ class CacheBridge:
             request: loaded, with its ticket awaited, and not extended yet.
 
         Raises:
-            RequestStateError: the request was extended.
+            RequestStateError: the request was extended, or its load has not ended.
         """
+        request.check_landed()
         tokens = request.hit.tokens
         if request.reserved > tokens:
             raise RequestStateError(
@@ -210,8 +219,9 @@ class CacheBridge:
 
         Raises:
             RequestStateError: the request has no room for `stop` tokens, or those before `start` were neither
-                restored nor saved.
+                restored nor saved, or copies of its states are still running.
         """
+        request.check_landed()
         request.check_written(self, start, stop)
         runs = [self._page_run(request, pool, start, stop) for pool in (self._full, *self._windows)]
         states = self._state is not None and (stop % self._page_size == 0 or self.tails)
@@ -230,7 +240,10 @@ class CacheBridge:
 
     def restore(self, request: Request) -> DynamicCache:
         """Return model memory with the first `request.hit.tokens` tokens; `request` as for `hit_slots`."""
-        return self.copies.restore(request.hit.tokens, self.hit_slots(request))
+        memory = self.copies.restore(request.hit.tokens, self.hit_slots(request))
+        # From here on, `request` refuses to publish what was not saved.
+        request.written(self, request.hit.tokens, states=None if self._state is None else True)
+        return memory
 
     def save(
         self,
@@ -248,6 +261,12 @@ class CacheBridge:
         `request.checkpoint(stop)` or `request.snapshot(stop)`, which refuse what was not saved. Arguments and
         errors are those of `new_slots` and `PrefixCopies.save`.
         """
+        held = int(memory.get_seq_length())
+        if states is None and held != stop:
+            raise UsageError(
+                f"the model's memory holds {held} tokens, not {stop}: save where a forward ended; take a row "
+                "out of a padded batch first (batches.select)"
+            )
         slots = self.new_slots(request, start, stop)
         self.copies.save(memory, stop, slots, row=row, states=states)
         self.saved(request, stop, slots)

@@ -28,6 +28,7 @@ from asynchicache.integrations.transformers.prefill_runner import (
 from asynchicache.integrations.transformers.prefix import PrefixContext
 from asynchicache.integrations.transformers.snapshot import release_windows, save_states
 from asynchicache.integrations.transformers.weights import base_model
+from asynchicache.openings import Blocking
 from asynchicache.planner.hints import CacheHint
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.types import MissReason
@@ -198,7 +199,6 @@ class _PageTap(StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-@contextmanager
 def prefix_cached(
     model: PreTrainedModel,
     *,
@@ -207,7 +207,7 @@ def prefix_cached(
     storage: StorageBackend | None = None,
     prefill_chunk: int = 512,
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> Iterator[CachedGenerate]:
+) -> Blocking[CachedGenerate]:
     """Add a prefix cache to a model's `generate` for the duration of a `with`; exit finishes pending writes.
 
     The cache runs on an event loop in its own thread. Arguments are those of `PrefixCachedModel.open`.
@@ -217,6 +217,19 @@ def prefix_cached(
     """
     base = base_model(model)
     check_generates(base)
+    opened = _opened(base, config, page_size, storage, prefill_chunk, tokenizer)
+    return Blocking("prefix_cached(...)", opened)
+
+
+@contextmanager
+def _opened(
+    base: PreTrainedModel,
+    config: CacheConfig | None,
+    page_size: int,
+    storage: StorageBackend | None,
+    prefill_chunk: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Iterator[CachedGenerate]:
     bridge, stack = LoopBridge(name="prefix-cached"), AsyncExitStack()
 
     async def open_cache() -> tuple[HybridCache, PrefillRunner]:

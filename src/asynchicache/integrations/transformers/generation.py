@@ -6,9 +6,10 @@ import asyncio
 from array import array
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from asynchicache.cache import Hit
+from asynchicache.errors import UsageError
 from asynchicache.integrations.transformers.sampling import Sampler, Sampling
 from asynchicache.integrations.transformers.stopping import FinishReason, StopRule
 from asynchicache.planner.hints import NO_HINT, CacheHint
@@ -171,6 +172,16 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+    if not TYPE_CHECKING:  # a type checker knows
+
+        def __enter__(self) -> None:
+            raise UsageError("a generation is used by `async with`, and read by `async for`")
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        __iter__ = __enter__
 
     def __del__(self) -> None:
         self._job.abandon()

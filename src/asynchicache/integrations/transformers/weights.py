@@ -11,11 +11,12 @@ import hashlib
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from asynchicache.errors import ConfigError, UsageError
 
@@ -40,12 +41,20 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     if isinstance(model, PreTrainedModel):
         return model
     if not hasattr(model, "get_base_model"):
-        raise ConfigError(f"a {type(model).__name__} is no model of transformers")
+        raise ConfigError(_no_model(model))
     check_adapters(model)
     base = cast("Any", model).get_base_model()
     if not isinstance(base, PreTrainedModel):
-        raise ConfigError(f"a {type(base).__name__} is no model of transformers")
+        raise ConfigError(_no_model(base))
     return base
+
+
+def _no_model(given: object) -> str:
+    if isinstance(given, str | PathLike):
+        folder = str(given)
+        return f"{folder!r} is a path, not a model: AutoModelForCausalLM.from_pretrained({folder!r}) loads it"
+    cure = ": build the model, and pass that" if isinstance(given, PreTrainedConfig) else ""
+    return f"a {type(given).__name__} is no model of transformers{cure}"
 
 
 def check_adapters(model: nn.Module) -> None:

@@ -1,0 +1,203 @@
+"""What a newcomer does wrong is answered by what to do; nothing is silent."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from asynchicache import (
+    CacheBridge,
+    CacheConfig,
+    CacheError,
+    HybridCache,
+    ModelSpec,
+    PrefixCachedModel,
+    Request,
+    prefix_cached,
+    spec_from_model,
+)
+from asynchicache.integrations.transformers.batches import stack
+from asynchicache.integrations.transformers.forward import prefill
+from asynchicache.integrations.transformers.snapshot import new_cache
+from integrations.tiers import open_tiers
+from integrations.zoo import PAGE, random_tokens, tiny_config, tiny_model, tiny_spec
+
+pytestmark = pytest.mark.asyncio
+
+NAME = "qwen3_5"
+CONFIG, SPEC, PROMPT = tiny_config(NAME), tiny_spec(NAME), random_tokens(3 * PAGE + 5)
+
+
+class Bed(NamedTuple):
+    """A request for a prompt of which two pages are cached: loaded, restored, and its first forward run."""
+
+    cache: HybridCache
+    bridge: CacheBridge
+    request: Request
+    held: DynamicCache
+    done: int
+    end: int
+
+
+@asynccontextmanager
+async def made() -> AsyncIterator[Bed]:
+    model, end = tiny_model(NAME), 3 * PAGE
+    async with open_tiers(NAME) as (cache, bridge):
+        for known in (2 * PAGE, 0):
+            async with cache.request(PROMPT) as request:
+                await request.load()
+                held, done = bridge.restore(request), request.hit.tokens
+                prefill(model, held, PROMPT, done, known or end)
+                if known:
+                    request.extend(known)
+                    bridge.save(request, held, 0, known)
+                    await request.checkpoint(known)
+                else:
+                    assert done == 2 * PAGE
+                    yield Bed(cache, bridge, request, held, done, end)
+
+
+async def load_not_awaited(bed: Bed) -> None:
+    async with bed.cache.request(PROMPT) as request:
+        request.load()
+        bed.bridge.restore(request)
+
+
+async def checkpoint_not_awaited(bed: Bed) -> None:
+    extended(bed)
+    bed.bridge.save(bed.request, bed.held, bed.done, bed.end)
+    bed.request.checkpoint(bed.end)
+    bed.request.extend(5)
+    prefill(tiny_model(NAME), bed.held, PROMPT, bed.end, bed.end + 5)
+    bed.bridge.save(bed.request, bed.held, bed.end, bed.end + 5)
+
+
+def extended(bed: Bed) -> Request:
+    bed.request.extend(bed.end - bed.done)
+    return bed.request
+
+
+def from_a_padded_batch(bed: Bed) -> None:
+    other = new_cache(CONFIG)
+    prefill(tiny_model(NAME), other, PROMPT, 0, bed.end + 2)
+    bed.bridge.save(extended(bed), stack([bed.held, other], padded=True), bed.done, bed.end)
+
+
+async def entered(thing: Any) -> None:
+    async with thing:
+        pass
+
+
+def entered_by_with(thing: Any) -> None:
+    with thing:
+        pass
+
+
+IN_A_REQUEST: dict[str, tuple[Callable[[Bed], object], str]] = {
+    "text": (lambda bed: bed.cache.request("text"), "tokenise it first"),
+    "mapping": (lambda bed: bed.cache.request({"input_ids": [1]}), "pass the ids in 'input_ids'"),
+    "row of a batch": (lambda bed: bed.cache.request(torch.tensor([[1, 2]])), "pass [0], its only row"),
+    "text in append": (lambda bed: bed.request.append("text"), "tokenise it first"),
+    "pages of states": (lambda bed: bed.request.pages("mamba"), "['kv']: state('mamba') is its slot"),
+    "first page of states": (lambda bed: bed.request.first_page("mamba"), "state('mamba') is its slot"),
+    "state of pages": (lambda bed: bed.request.state("kv"), "['mamba']: pages('kv') are its slots"),
+    "no such pages": (lambda bed: bed.request.pages("kb"), "['kv'], or with states: ['mamba']"),
+    "no such state": (lambda bed: bed.request.state("kb"), "['mamba'], or with pages: ['kv']"),
+    "no such tensor": (lambda bed: bed.cache.device_tensor("kb", "keys"), "'kv': ['keys', 'values']"),
+    "with": (lambda bed: entered_by_with(bed.cache.request(PROMPT)), "`async with cache.request(...)"),
+    "not entered": (lambda bed: bed.cache.request(PROMPT).load(), "use it inside `async with`"),
+    "restore before load": (lambda bed: bed.bridge.restore(bed.cache.request(PROMPT)), "use it inside"),
+    "restore after extend": (lambda bed: bed.bridge.restore(extended(bed)), "restore it before"),
+    "save before extend": (
+        lambda bed: bed.bridge.save(bed.request, bed.held, bed.done, bed.end),
+        "call extend() first",
+    ),
+    "save of another length": (
+        lambda bed: bed.bridge.save(extended(bed), bed.held, bed.done, bed.end - 3),
+        "save where a forward ended",
+    ),
+    "save behind a gap": (
+        lambda bed: bed.bridge.save(extended(bed), bed.held, bed.end, bed.end),
+        "neither restored nor written",
+    ),
+    "save of a padded row": (from_a_padded_batch, "take a row out of a padded batch first"),
+    "checkpoint before save": (lambda bed: extended(bed).checkpoint(bed.end), "only 32 tokens were written"),
+    "suspend before save": (lambda bed: extended(bed).suspend(bed.end), "only 32 tokens were written"),
+    "checkpoint before extend": (lambda bed: bed.request.checkpoint(bed.end), "call append() and extend()"),
+    "load not awaited": (load_not_awaited, "await load()"),
+    "checkpoint not awaited": (checkpoint_not_awaited, "await load(), and each checkpoint()"),
+    "bridge of a model": (lambda bed: CacheBridge(tiny_model(NAME), bed.cache), "pass its `config`"),
+    "bridge the wrong way round": (lambda bed: CacheBridge(bed.cache, CONFIG), "CacheBridge(config, cache)"),
+    "bridge of another model": (
+        lambda bed: CacheBridge(tiny_config("nemotron_h"), bed.cache),
+        "layers, the spec of the cache",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mistake", "cure"), IN_A_REQUEST.values(), ids=IN_A_REQUEST)
+async def test_in_a_request(mistake: Callable[[Bed], object], cure: str) -> None:
+    async with made() as bed:
+        with pytest.raises(CacheError) as caught:
+            await done(lambda: mistake(bed))
+    assert cure in str(caught.value)
+
+
+async def done(mistake: Callable[[], object]) -> None:
+    got = mistake()
+    if isinstance(got, Awaitable):
+        await got
+
+
+BEFORE_IT: dict[str, tuple[Callable[[], object], str]] = {
+    "path as config": (lambda: ModelSpec.from_config("folder"), "AutoConfig.from_pretrained('folder')"),
+    "Path as config": (lambda: ModelSpec.from_config(Path("folder")), "AutoConfig.from_pretrained('folder')"),
+    "path to ask": (lambda: spec_from_model("folder"), "AutoConfig.from_pretrained('folder')"),
+    "model as config": (lambda: ModelSpec.from_config(tiny_model(NAME)), "pass its `config`"),
+    "config as spec": (
+        lambda: entered(HybridCache.open(CONFIG)),
+        "opened with a ModelSpec and a CacheConfig",
+    ),
+    "path to serve": (
+        lambda: entered(PrefixCachedModel.open("folder")),
+        "AutoModelForCausalLM.from_pretrained('folder')",
+    ),
+    "path to generate": (lambda: prefix_cached("folder"), "AutoModelForCausalLM.from_pretrained('folder')"),
+    "config to generate": (lambda: prefix_cached(CONFIG), "build the model, and pass that"),
+    "async with": (lambda: entered(prefix_cached(tiny_model(NAME))), "use `with`, or PrefixCachedModel.open"),
+    "option": (lambda: CacheConfig(device_byte=1), "did you mean 'device_bytes'"),
+    "size": (lambda: CacheConfig(device_bytes="64 megs"), "a size such as '10GiB'"),
+    "pool": (
+        lambda: entered(HybridCache.open(SPEC, CacheConfig(device_slots={"kb": 4, "mamba": 4}))),
+        "['kv', 'mamba']",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mistake", "cure"), BEFORE_IT.values(), ids=BEFORE_IT)
+async def test_before_a_request(mistake: Callable[[], object], cure: str) -> None:
+    with pytest.raises((CacheError, TypeError)) as caught:
+        await done(mistake)
+    assert cure in str(caught.value)
+
+
+@pytest.mark.parametrize("open_it", [lambda: HybridCache.open(SPEC), lambda: PrefixCachedModel.open(None)])
+async def test_an_opening_is_entered_by_async_with(open_it: Callable[[], Any]) -> None:
+    with pytest.warns(RuntimeWarning, match="use `async with"), pytest.raises(CacheError, match="async with"):
+        entered_by_with(open_it())
+
+
+async def test_a_generation_is_read_by_async_for() -> None:
+    options = CacheConfig(device_slots={"kv": 16, "mamba": 4}, host_slots={"kv": 16, "mamba": 4})
+    async with PrefixCachedModel.open(tiny_model(NAME), page_size=PAGE, config=options) as served:
+        answer = served.generate(PROMPT, max_new_tokens=2)
+        for misused in (iter, entered_by_with):
+            with pytest.raises(CacheError, match="read by `async for`"):
+                misused(answer)
+        assert len([token async for token in answer]) == 2
