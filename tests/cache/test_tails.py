@@ -76,6 +76,7 @@ class TokenEngine:
             await request.load()
             hit = request.hit
             assert hit.tokens >= matched.tokens, "nobody else was served meanwhile"
+            assert all(cut > hit.tokens for cut in request.cuts)
             request.append(output) if output else None
             ends = page_digests(token_array(request.tokens), 1, namespace_seed(namespace))
             self.check(request, hit.tokens, ends)

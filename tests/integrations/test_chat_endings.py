@@ -11,8 +11,10 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM
 
 from asynchicache import CacheConfig, PrefixCachedModel, prefix_cached
+from asynchicache.errors import ConfigError
 from asynchicache.integrations.serve.tokenizers import CheckpointTokenizer, Conversation
 from asynchicache.integrations.transformers.chat import Invitations, repeated_lengths
+from asynchicache.planner.hints import MAX_REPEATS
 from integrations.serve.checkpoints import bpe_tokenizer
 from integrations.zoo import PAGE, tiny_config, tiny_model
 
@@ -28,20 +30,25 @@ TEMPLATES = {
     "{% if loop.last %} Be brief.{% endif %}</s>{% endfor %}<assistant>",
     "tools in the last question": "{% for m in messages %}{% if loop.last %}[TOOLS]{{ tools }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}</s>{% endfor %}",
+    "shows thoughts and calls": "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<think>"
+    "{{ m.reasoning_content }}{% elif m.tool_calls %}a{{ m.tool_calls }}{% endif %}{{ m.content }}</s>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant></think>{% endif %}",
     "refuses two questions": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant><think>{% endif %}",
 }
 
 
-def render(
-    template: str, messages: Sequence[Mapping[str, Any]], invited: bool, **variables: Any
-) -> list[int]:
-    tokenizer = bpe_tokenizer()
-    text = tokenizer.apply_chat_template(
-        list(messages), chat_template=template, tokenize=False, add_generation_prompt=invited, **variables
+def text_of(template: str, messages: Sequence[Mapping[str, Any]], invited: bool, **variables: Any) -> str:
+    return str(
+        bpe_tokenizer().apply_chat_template(
+            list(messages), chat_template=template, tokenize=False, add_generation_prompt=invited, **variables
+        )
     )
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def render(template: str, messages: Sequence[Mapping[str, Any]], invited: bool) -> list[int]:
+    return encoded(text_of(template, messages, invited))
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -56,14 +63,29 @@ def answer(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
+CALL = {"id": "call01234", "type": "function", "function": {"name": "page", "arguments": {"of": "what"}}}
+LATER = {
+    "answer": [answer("Of pages."), user("And then?")],
+    "thoughts": [{**answer("Of pages."), "reasoning_content": "Pages, then."}, user("And then?")],
+    "call": [
+        {**answer(""), "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call01234", "content": "7"},
+    ],
+}
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_the_next_turn_repeats_is_foretold(name: str) -> None:
-    encode = partial(render, TEMPLATES[name])
-    messages = [user("What is a cache?"), answer("A memory."), user("Of what?")]
-    prompt = encode(messages, True)
-    later = encode([*messages, answer("Of pages."), user("And then?")], True)
-    found = repeated_lengths(prompt, messages, encode)
-    assert common(prompt, later) in (found or (len(prompt),))
+    """Also of long conversations, of which only the end is encoded again."""
+    encode = partial(render, TEMPLATES[name], invited=True)
+    for first in ("What is a cache?", "Be brief. " * 100):
+        messages = [user(first), answer("A memory."), user("Of what?")]
+        prompt = encode(messages)
+        found = repeated_lengths(prompt, messages, partial(text_of, TEMPLATES[name]), encoded, tools=True)
+        assert len(found) <= MAX_REPEATS
+        for kind, turns in LATER.items():
+            if name != "refuses two questions" or kind != "call":
+                assert common(prompt, encode([*messages, *turns])) in found, kind
 
 
 def test_a_conversation_in_a_server_has_tools_and_variables() -> None:
@@ -72,8 +94,8 @@ def test_a_conversation_in_a_server_has_tools_and_variables() -> None:
     for thinks in (False, True):
         talk = Conversation(messages, variables={"enable_thinking": thinks})
         prompt = tokenizer.encode_chat(talk)
-        expected = () if thinks else (len(prompt) - len(encoded("<think>\n</think>\n")),)
-        assert tokenizer.repeated(talk, prompt) == expected
+        unlike = "" if thinks else "<think>\n</think>\n"
+        assert tokenizer.repeated(talk, prompt)[0] == len(prompt) - len(encoded(unlike))
 
 
 def encoded(text: str) -> list[int]:
@@ -128,3 +150,27 @@ def test_an_ending_is_recognised_by_its_tokens() -> None:
     assert known.repeated(prompt) == (len(prompt) - len(encoded("<think>\n</think>\n")),)
     assert known.repeated(prompt[:-1]) == ()
     assert Invitations(bpe_tokenizer()).repeated(prompt) == (), "it has no template"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("template", "vocabulary", "words"),
+    [
+        ("a\n{% for %}", 300, r"chat template of tokenizer '.*', line 2: .*tokenizer\.chat_template"),
+        (TEMPLATES["repeats all"], 256, r"ids up to 299, and the model's embeddings are 256: take"),
+    ],
+)
+async def test_a_tokenizer_that_does_not_fit_is_refused_at_the_start(
+    template: str, vocabulary: int, words: str
+) -> None:
+    tokenizer, sizes = with_template("repeats all"), tiny_config("qwen3_5")
+    tokenizer.chat_template, sizes.vocab_size = template, vocabulary
+    model = Qwen3_5ForCausalLM(sizes).eval()
+    config = CacheConfig(device_slots={"kv": 8, "mamba": 4})
+    with pytest.raises(ConfigError, match=words):
+        await PrefixCachedModel.open(model, page_size=PAGE, tokenizer=tokenizer, config=config)
+    with (
+        pytest.raises(ConfigError, match=words),
+        prefix_cached(model, page_size=PAGE, tokenizer=tokenizer, config=config),
+    ):
+        pass

@@ -163,6 +163,15 @@ def test_a_spec_that_its_model_contradicts(pool: str, changes: dict[str, Any], w
         check_spec(tiny_model("qwen3_5"), changed(tiny_spec("qwen3_5"), pool, cut=(), **changes))
 
 
+@pytest.mark.parametrize(("model", "pool"), [("llama", "kv"), ("qwen3_5", "mamba")])
+def test_a_layer_that_the_model_does_not_have(model: str, pool: str) -> None:
+    more = changed(replace(tiny_spec(model), layers=5), pool, layers=(0, 4), cut=())
+    with pytest.raises(
+        ConfigError, match=f"pool '{pool}' has layer 4, and the model layers 0 to 3: spec_from_"
+    ):
+        check_spec(tiny_model(model), more)
+
+
 def test_a_layer_without_a_pool() -> None:
     spec = tiny_spec("llama")
     (kv,) = spec.pools

@@ -84,6 +84,14 @@ def test_prompts_with_a_common_beginning_hit_from_the_third_on():
     assert planner.state.verify() == []
 
 
+@pytest.mark.parametrize(("length", "cuts"), [(7, (4,)), (8, (4, 8)), (9, (8,))])
+def test_a_prompt_that_is_asked_again_hits_its_pages(length: int, cuts: tuple[int, ...]):
+    """Its last token is computed again, so a state at the end of all its pages is none for it."""
+    planner = Planner(synthetic_spec(PAGE), SLOTS)
+    assert serve(planner, list(range(length))) == (0, cuts)
+    assert serve(planner, list(range(length)))[0] == (length - 1) // PAGE
+
+
 def test_without_branch_points_they_never_hit():
     planner = Planner(synthetic_spec(PAGE), SLOTS, checkpoints=CheckpointPolicy(branch=False))
     system = list(range(10))

@@ -301,15 +301,20 @@ class Planner:
     def cuts(self, request: RequestState) -> tuple[int, ...]:
         """Where the prefill of a prompt should end a forward; see `Request.cuts`."""
         size = self.state.page_size
-        start = request.hit_pages if request.loaded else request.matched_pages
+        start = request.hit_tokens(size)
         branch = (request.branching_pages or 0) * size
         host = self._host_end(request) if self.checkpoints.branch else 0
         if not self._states:  # every publication has its window pages
             ends = {branch, host} if self.checkpoints.branch else set()
-            return tuple(sorted(end for end in ends if end > start * size))
-        repeated = [self._resumable_end(request, length) for length in request.hint.repeats]
-        cuts = self.checkpoints.cuts(start * size, request.prompt // size * size, branch, repeated)
-        return tuple(sorted({*cuts, host})) if host > start * size else cuts
+            return tuple(sorted(end for end in ends if end > start))
+        end = request.prompt // size * size
+        repeated = [self._resumable_end(request, length) for length in request.hint.repeats] or [end]
+        if (
+            request.prompt in repeated
+        ):  # the same prompt computes its last token again: it needs another state
+            repeated.append((request.prompt - 1) // size * size)
+        cuts = self.checkpoints.cuts(start, end, branch, repeated)
+        return tuple(sorted({*cuts, host})) if host > start else cuts
 
     def _host_end(self, request: RequestState) -> int:
         """Tokens of a prompt that is longer than the host: no longer prefix can be resumed there, and this

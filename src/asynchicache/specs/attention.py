@@ -71,7 +71,9 @@ def _head_dim(layer: Layer) -> int:
         return layer.size("head_dim")
     hidden, heads = layer.size("hidden_size"), layer.size("num_attention_heads")
     if hidden % heads:
-        raise ConfigError(f"{layer.model_type}: {heads} heads do not divide hidden_size {hidden}")
+        raise ConfigError(
+            f"{layer.model_type}: {heads} heads do not divide hidden_size {hidden}: set head_dim"
+        )
     return hidden // heads
 
 

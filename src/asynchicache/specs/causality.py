@@ -68,7 +68,8 @@ def check_causal(config: HuggingFaceConfig, text: HuggingFaceConfig) -> None:
             raise UnsupportedModelError(f"{one.model_type} is a part of an encoder-decoder: {_CROSS}")
     if getattr(text, "cross_attention_layers", None):
         raise UnsupportedModelError(
-            f"{text.model_type} sets cross_attention_layers: their keys follow an image, not the tokens"
+            f"{text.model_type} sets cross_attention_layers: their keys follow an image, not the "
+            "tokens: serve a decoder of text"
         )
     if _package(config) and not _generates(config):
         raise UnsupportedModelError(

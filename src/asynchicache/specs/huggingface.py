@@ -226,7 +226,9 @@ def _covered(model_type: str, parts: Sequence[_Placed]) -> Sequence[_Placed]:
         return parts
     if WINDOW not in kinds:
         raise UnsupportedModelError(
-            f"{model_type} has 0 attention layers; it needs 1 at least, so that a pool covers every page"
+            f"{model_type} has 0 attention layers; it needs 1 at least, so that a pool covers every page: "
+            "for an engine of your own, write its pools yourself, with one for the tokens: ModelSpec(...), "
+            "see docs/examples/sizes.py"
         )
     return [
         (index, part._replace(pool=KV, window=None) if part.pool == WINDOW else part) for index, part in parts

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from asynchicache.errors import ConfigError
+from asynchicache.integrations.transformers.chat import highest_beyond
 
 _CLASSES = (
     (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
@@ -173,16 +174,11 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def check_vocabulary(folder: Path, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
     """
     Raises:
-        ConfigError: text may have tokens that the model does not. Special tokens may lie outside, such as
-            that of an image in a model for text: only a prompt that writes them out has them.
+        ConfigError: text may have tokens that the model does not.
     """
-    special = {*tokenizer.all_special_ids}
-    special |= {token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
-    outside = [
-        token for token in tokenizer.get_vocab().values() if token >= vocabulary and token not in special
-    ]
-    if outside:
-        why = f"the tokenizer has ids up to {max(outside)}, but vocab_size of config.json is {vocabulary}"
+    beyond = highest_beyond(tokenizer, vocabulary)
+    if beyond:
+        why = f"the tokenizer has ids up to {beyond}, but vocab_size of config.json is {vocabulary}"
         raise refusal(folder, why, "take tokenizer and weights from one checkpoint")
 
 

@@ -61,7 +61,7 @@ class Tokenizer(Protocol):
 
     def repeated(self, conversation: Conversation, prompt: Sequence[int]) -> tuple[int, ...]:
         """Return the lengths up to which later prompts of the conversation repeat its encoded `prompt`; none
-        if they repeat all of it."""
+        if it is not known."""
         ...
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
@@ -187,19 +187,21 @@ class CheckpointTokenizer:
                 param="chat_template_kwargs",
             )
         try:
-            return self._render(conversation, conversation.messages, True)
+            return self._encode_rendered(self._render(conversation, conversation.messages, True))
         except UNFIT as error:
             rule = "the model's chat template refuses these messages"
             raise ApiError(f"{rule}: {error}", param="messages", rule=rule) from error
 
     def repeated(self, conversation: Conversation, prompt: Sequence[int]) -> tuple[int, ...]:
-        return repeated_lengths(prompt, conversation.messages, partial(self._render, conversation))
+        render = partial(self._render, conversation)
+        tools = bool(conversation.tools)
+        return repeated_lengths(prompt, conversation.messages, render, self._encode_rendered, tools=tools)
 
     def _render(
         self, conversation: Conversation, messages: Sequence[Mapping[str, Any]], invited: bool
-    ) -> list[int]:
-        """Encode messages with the conversation's tools and variables; `invited`: to be answered."""
-        text = self._tokenizer.apply_chat_template(
+    ) -> str:
+        """The text of messages with the conversation's tools and variables; `invited`: to be answered."""
+        text: str = self._tokenizer.apply_chat_template(
             list(messages),
             tools=list(conversation.tools) or None,
             chat_template=self._template,
@@ -207,6 +209,9 @@ class CheckpointTokenizer:
             add_generation_prompt=invited,
             **conversation.variables,
         )
+        return text
+
+    def _encode_rendered(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has them
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:

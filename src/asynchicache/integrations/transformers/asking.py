@@ -132,6 +132,13 @@ def _compare(cache: DynamicCache, spec: ModelSpec) -> None:
             for pool in spec.pools
         },
     )
+    for pool in spec.pools:
+        beyond = [layer for part in pool.tensors for layer in part.layers if layer >= len(cache.layers)]
+        if beyond:
+            raise UsageError(
+                f"pool {pool.name!r} has layer {max(beyond)}, and the model layers 0 to "
+                f"{len(cache.layers) - 1}: spec_from_model(model) makes the spec that fits"
+            )
     for name in pools.pages:
         write_pages(cache, pools, 0, [0], pool=name)
     if pools.states:

@@ -18,7 +18,7 @@ from asynchicache.errors import CapacityError
 from asynchicache.integrations.bridge import LoopBridge
 from asynchicache.integrations.transformers.allowed import check_generates, checked_ids
 from asynchicache.integrations.transformers.calls import Restore, SequenceMemory, Trim
-from asynchicache.integrations.transformers.chat import Invitations
+from asynchicache.integrations.transformers.chat import Invitations, invitations_of
 from asynchicache.integrations.transformers.forward import feeds_one_by_one, steady_tokens
 from asynchicache.integrations.transformers.prefill_runner import (
     Prefilled,
@@ -47,9 +47,9 @@ class CachedGenerate:
         bridge: LoopBridge,
         cache: HybridCache,
         runner: PrefillRunner,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        invitations: Invitations | None = None,
     ) -> None:
-        self._invitations = None if tokenizer is None else Invitations(tokenizer)
+        self._invitations = invitations
         self.hit = Hit(0)
         self._model = model
         self._bridge = bridge
@@ -217,7 +217,7 @@ def prefix_cached(
     """
     base = base_model(model)
     check_generates(base)
-    opened = _opened(base, config, page_size, storage, prefill_chunk, tokenizer)
+    opened = _opened(base, config, page_size, storage, prefill_chunk, invitations_of(tokenizer, base))
     return Blocking("prefix_cached(...)", opened)
 
 
@@ -228,7 +228,7 @@ def _opened(
     page_size: int,
     storage: StorageBackend | None,
     prefill_chunk: int,
-    tokenizer: PreTrainedTokenizerBase | None,
+    invitations: Invitations | None,
 ) -> Iterator[CachedGenerate]:
     bridge, stack = LoopBridge(name="prefix-cached"), AsyncExitStack()
 
@@ -241,7 +241,7 @@ def _opened(
     try:
         cache, runner = bridge.call(open_cache())
         try:
-            yield CachedGenerate(base, bridge, cache, runner, tokenizer)
+            yield CachedGenerate(base, bridge, cache, runner, invitations)
         finally:
             bridge.call(stack.aclose())
     finally:

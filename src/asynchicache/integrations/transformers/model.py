@@ -22,7 +22,7 @@ from asynchicache.integrations.transformers.admission import (
     PromptAdmission,
     QueuedRequest,
 )
-from asynchicache.integrations.transformers.chat import Invitations
+from asynchicache.integrations.transformers.chat import Invitations, invitations_of
 from asynchicache.integrations.transformers.decoding import Decoder, Row
 from asynchicache.integrations.transformers.forward import steady_tokens
 from asynchicache.integrations.transformers.generation import Generation, GenerationJob
@@ -62,6 +62,7 @@ class PrefixCachedModel:
         runner: PrefillRunner,
         decoder: Decoder,
         tokenizer: PreTrainedTokenizerBase | None,
+        invitations: Invitations | None,
         limits: AdmissionLimits,
         stack: AsyncExitStack,
     ) -> None:
@@ -70,7 +71,7 @@ class PrefixCachedModel:
         self._runner = runner
         self._decoder = decoder
         self._tokenizer = tokenizer
-        self._invitations = None if tokenizer is None else Invitations(tokenizer)
+        self._invitations = invitations
         self._admission = PromptAdmission(self.capacity_tokens, limits)
         self._prefilling = asyncio.Lock()
         self._sharing = PromptSharing(cache.spec.page_size)
@@ -118,7 +119,8 @@ class PrefixCachedModel:
 
         Raises:
             UnsupportedModelError: a layer of the model has no pool.
-            ConfigError: options contradict each other or the model.
+            ConfigError: options contradict each other or the model; or its tokenizer is another model's, or
+                has a template that is none.
             CapacityError, StorageError: as of `HybridCache.open`.
             RankError: a rank of the group does not fit it, or is missing.
         """
@@ -126,6 +128,7 @@ class PrefixCachedModel:
 
         async def begin() -> Self:
             inner = base_model(model)
+            invitations = invitations_of(tokenizer, inner)
             async with AsyncExitStack() as opening:
                 cache, runner = await open_prefill_runner(
                     opening,
@@ -138,7 +141,7 @@ class PrefixCachedModel:
                     group=group,
                 )
                 decoder = Decoder(inner, runner.context, batch_size=decode_batch)
-                return cls(inner, cache, runner, decoder, tokenizer, limits, opening.pop_all())
+                return cls(inner, cache, runner, decoder, tokenizer, invitations, limits, opening.pop_all())
 
         return Opening(f"{cls.__name__}.open(...)", begin, caller())
 
