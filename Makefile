@@ -32,9 +32,9 @@ $(VENV)/.installed-torch: constraints.txt
 	@touch $@
 
 # What stands behind the hyphen are extras of pyproject.toml.
-$(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml
+$(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml src/asynchicache_lab/pyproject.toml
 	@echo "installing .[$*] into $(VENV)"
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[$*]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[$*]' --editable src/asynchicache_lab
 	@touch $@
 
 engines:  ## install servers that tests of storage engines run (apt as root, pip, npm); they skip without
@@ -69,7 +69,7 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 
 types: $(DEV)
-	$(BIN)/mypy -p asynchicache
+	$(BIN)/mypy -p asynchicache -p asynchicache_lab
 	$(BIN)/mypy tests/typing/api.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
@@ -81,6 +81,7 @@ wheel: $(DEV)
 	rm -rf build
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
 	$(BIN)/python -m zipfile --list build/wheel/*.whl > build/wheel/contents
+	! grep asynchicache_lab build/wheel/contents || { echo "the wheel holds the laboratory"; exit 1; }
 	for file in kernels/__init__.py backends/__init__.py py.typed; do \
 	    grep --quiet "^asynchicache/$$file " build/wheel/contents || { echo "the wheel lacks $$file"; exit 1; }; \
 	done

@@ -59,7 +59,7 @@ BENCHES: dict[str, tuple[str, dict[str, object]]] = {
         for pool in pools
     },
 }
-"""By name, a module of `asynchicache.bench` and options of it; a pool that fails leaves the others' rows.
+"""By name, a module of `asynchicache_lab.bench` and options of it; a pool that fails leaves the others' rows.
 
 What goals need comes first: the time for all steps may be up before the last one."""
 
@@ -98,7 +98,7 @@ _RUN_BENCH = """
 import asyncio, json, sys, time
 from importlib import import_module
 name, options = sys.argv[1], json.loads(sys.argv[2])
-bench = import_module(f"asynchicache.bench.{name}")
+bench = import_module(f"asynchicache_lab.bench.{name}")
 made = getattr(bench, f"{name.capitalize()}Options")(**options)
 started = time.perf_counter()
 def advance(done, total):

@@ -15,9 +15,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from asynchicache.testing.chaos.run import run_script
-from asynchicache.testing.chaos.search import quick_collection, script_of
-from asynchicache.testing.rank_chaos import draw_rank_script, run_rank_script
+from asynchicache_lab.chaos.run import run_script
+from asynchicache_lab.chaos.search import quick_collection, script_of
+from asynchicache_lab.ranks.chaos import draw_rank_script, run_rank_script
 from ranks import test_rank_chaos
 from testing import test_chaos_paged, test_chaos_teeth
 from testing.known_seeds import FILE, KNOWN, known_first

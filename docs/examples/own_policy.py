@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from asynchicache.bench.replay.options import ReplayOptions
-from asynchicache.bench.replay.run import run_replay
+from asynchicache.replay.options import ReplayOptions
+from asynchicache.replay.run import run_replay
 from asynchicache.tree.node import Node
 from asynchicache.tree.policies import Policy
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from asynchicache.bench.replay.options import ReplayOptions
-from asynchicache.bench.replay.report import ReplayReport
-from asynchicache.bench.replay.run import run_replay
+from asynchicache.replay.options import ReplayOptions
+from asynchicache.replay.report import ReplayReport
+from asynchicache.replay.run import run_replay
 
 TRACE = Path(__file__).parents[2] / "tests/data/traces/claude_code_weka_16_sessions.jsonl.gz"
 PAGE, STATE = 1_572_864 + 4096, 77_856_768 + 4096  # bytes of a host slot, see sizes.py

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from asynchicache.bench.storage import run
 from asynchicache.cli.main import main
+from asynchicache_lab.bench.storage import run
 from storage.mooncake_cluster import cluster, own_network
 
 SMALL = ["--page-bytes", "8192", "--pages", "12", "--batch-bytes", "32768", "--depth", "2", "--rounds", "1"]

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from asynchicache.bench.ranks.options import ROUNDS, RanksOptions
-from asynchicache.bench.ranks.report import Pair, Spread
-from asynchicache.bench.ranks.run import run_ranks
-from asynchicache.bench.ranks.simulation import published_model, simulate
 from asynchicache.cli.main import main
 from asynchicache.errors import ConfigError
 from asynchicache.ranks.follower import RankFollower
 from asynchicache.specs import ModelSpec
+from asynchicache_lab.bench.ranks.options import ROUNDS, RanksOptions
+from asynchicache_lab.bench.ranks.report import Pair, Spread
+from asynchicache_lab.bench.ranks.run import run_ranks
+from asynchicache_lab.bench.ranks.simulation import published_model, simulate
 
 HALVES = (range(32), range(32, 60))
 """Layers of two stages: the model repeats three linear layers and one of attention."""

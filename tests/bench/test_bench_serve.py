@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from asynchicache.bench.serve.clients import ServeTurn, questions
-from asynchicache.bench.serve.options import ServeBenchOptions
-from asynchicache.bench.serve.plain import PlainTurn
-from asynchicache.bench.serve.report import ServeReport
 from asynchicache.cli.main import main
+from asynchicache_lab.bench.serve.clients import ServeTurn, questions
+from asynchicache_lab.bench.serve.options import ServeBenchOptions
+from asynchicache_lab.bench.serve.plain import PlainTurn
+from asynchicache_lab.bench.serve.report import ServeReport
 from engines import executable
 
 OPTIONS = ServeBenchOptions(num_clients=2, num_rounds=3, first_length=100, request_length=20, output_length=4)

@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 
 from asynchicache.backends.file import open_backend
-from asynchicache.bench.rounds import there_and_back
-from asynchicache.bench.storage import run
-from asynchicache.bench.storage.controller import open_controller_bench
-from asynchicache.bench.storage.file import engine_options, neighbours, open_limit
-from asynchicache.bench.storage.limits import Setup
-from asynchicache.bench.storage.options import StorageBenchOptions
-from asynchicache.bench.storage.pages import BenchPages
-from asynchicache.bench.storage.registry import LIMITS
-from asynchicache.bench.storage.report import RoundSample
-from asynchicache.bench.storage.run import run_storage
 from asynchicache.cli.main import main
 from asynchicache.errors import ConfigError, StorageError
 from asynchicache.ports import AsyncioPort
 from asynchicache.types import Outcome
+from asynchicache_lab.bench.rounds import there_and_back
+from asynchicache_lab.bench.storage import run
+from asynchicache_lab.bench.storage.controller import open_controller_bench
+from asynchicache_lab.bench.storage.file import engine_options, neighbours, open_limit
+from asynchicache_lab.bench.storage.limits import Setup
+from asynchicache_lab.bench.storage.options import StorageBenchOptions
+from asynchicache_lab.bench.storage.pages import BenchPages
+from asynchicache_lab.bench.storage.registry import LIMITS
+from asynchicache_lab.bench.storage.report import RoundSample
+from asynchicache_lab.bench.storage.run import run_storage
 from engines import module
 from storage.redis_servers import RedisServer
 

@@ -15,10 +15,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from asynchicache.bench.copy_rig import CopyRig
-from asynchicache.bench.cores import OwnCores, on_core, one_torch_thread, single_threaded, two_cores
-from asynchicache.bench.overlap import SHARES, OverlapOptions, OverlapReport, _OverlapRunner, run_overlap
-from asynchicache.bench.transfer import POOLS, TransferOptions, TransferReport, run_transfer
 from asynchicache.errors import ConfigError
 from asynchicache.kernels.batch import RunBatch, memmove_batch
 from asynchicache.layouts import HostLayout
@@ -27,6 +23,10 @@ from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.transfer.copies import PageCopier
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import CacheOperation
+from asynchicache_lab.bench.copy_rig import CopyRig
+from asynchicache_lab.bench.cores import OwnCores, on_core, one_torch_thread, single_threaded, two_cores
+from asynchicache_lab.bench.overlap import SHARES, OverlapOptions, OverlapReport, _OverlapRunner, run_overlap
+from asynchicache_lab.bench.transfer import POOLS, TransferOptions, TransferReport, run_transfer
 
 SMALL = {"row_mib": 1, "rounds": 1}
 
@@ -58,7 +58,7 @@ async def test_small_pages_and_runs_are_held_against_single_copies(monkeypatch: 
         lengths.extend(batch.sizes.tolist())
         memmove_batch(batch)
 
-    monkeypatch.setattr("asynchicache.bench.plain_copies.memmove_batch", copy)
+    monkeypatch.setattr("asynchicache_lab.bench.plain_copies.memmove_batch", copy)
     report = await run_transfer(TransferOptions(**SMALL, pool="dsa", path="batch"), _ignore)
 
     for row in report.rows:

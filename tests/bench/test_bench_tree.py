@@ -9,9 +9,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from asynchicache.bench.tree import SETS, present, run_tree
-from asynchicache.bench.workload import SCENARIOS, ChatTurn, ChatWorkload, stats, turns
 from asynchicache.errors import ConfigError
+from asynchicache_lab.bench.tree import SETS, present, run_tree
+from asynchicache_lab.bench.workload import SCENARIOS, ChatTurn, ChatWorkload, stats, turns
 
 TINY = SCENARIOS["tiny"]
 

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from asynchicache.bench.bridge import BridgeOptions, run_bridge
 from asynchicache.cli.main import main
 from asynchicache.errors import ConfigError
 from asynchicache.transfer.engine import TransferEngine
+from asynchicache_lab.bench.bridge import BridgeOptions, run_bridge
 
 
 def test_one_wake_tells_of_64_completions() -> None:

@@ -12,12 +12,6 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from asynchicache.bench.demo import modes, serving
-from asynchicache.bench.demo.options import DemoOptions, ceiling, round_ceilings
-from asynchicache.bench.demo.prompts import conversations
-from asynchicache.bench.demo.report import render
-from asynchicache.bench.demo.results import CrowdResult, DemoResult, ModeResult, Sample, ServedPrompt
-from asynchicache.bench.demo.run import PlayedRounds, Stage, run_demo
 from asynchicache.cache import HybridCache
 from asynchicache.cli.main import main
 from asynchicache.config import CacheConfig
@@ -27,6 +21,12 @@ from asynchicache.integrations.transformers.demo_model import build_demo_model
 from asynchicache.integrations.transformers.thread import ModelThread
 from asynchicache.specs import ModelSpec
 from asynchicache.types import Tier
+from asynchicache_lab.bench.demo import modes, serving
+from asynchicache_lab.bench.demo.options import DemoOptions, ceiling, round_ceilings
+from asynchicache_lab.bench.demo.prompts import conversations
+from asynchicache_lab.bench.demo.report import render
+from asynchicache_lab.bench.demo.results import CrowdResult, DemoResult, ModeResult, Sample, ServedPrompt
+from asynchicache_lab.bench.demo.run import PlayedRounds, Stage, run_demo
 from integrations.zoo import tiny_config, tiny_model
 
 NAMES = ["uncached", "no_offload", "hybrid", "restart"]

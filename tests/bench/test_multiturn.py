@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from asynchicache.bench.multiturn import MultiturnOptions, ceiling, run_multiturn
-from asynchicache.bench.tally import HitReport
-from asynchicache.bench.virtual import VirtualRunner
 from asynchicache.errors import ConfigError
 from asynchicache.planner.request_state import RequestState
+from asynchicache.replay.virtual import VirtualRunner
 from asynchicache.testing.oracle import ByteOracle
 from asynchicache.tree import tails
 from asynchicache.types import Tier
+from asynchicache_lab.bench.multiturn import MultiturnOptions, ceiling, run_multiturn
+from asynchicache_lab.bench.tally import HitReport
 
 
 def run(**flags: int | float | bool) -> HitReport:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache.bench.replay.options import ReplayOptions
-from asynchicache.bench.replay.report import ReplayReport
-from asynchicache.bench.replay.run import run_replay
 from asynchicache.errors import ConfigError
+from asynchicache.replay.options import ReplayOptions
+from asynchicache.replay.report import ReplayReport
+from asynchicache.replay.run import run_replay
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 CHAT = TRACES / "mooncake_conversation_h1.jsonl.gz"

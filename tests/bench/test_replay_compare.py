@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache.bench.replay.compare import Comparison, run_comparison
-from asynchicache.bench.replay.options import ReplayOptions
-from asynchicache.bench.replay.run import run_replay
 from asynchicache.errors import ConfigError
+from asynchicache.replay.compare import Comparison, run_comparison
+from asynchicache.replay.options import ReplayOptions
+from asynchicache.replay.run import run_replay
 
 TOOLS = Path(__file__).parents[1] / "data" / "traces" / "taubench_airline_gpt4o.jsonl.gz"
 

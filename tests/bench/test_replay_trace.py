@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from asynchicache.bench.replay.survey import survey
-from asynchicache.bench.replay.trace import read_trace
 from asynchicache.errors import ConfigError
 from asynchicache.planner.checkpoints import CheckpointPolicy
+from asynchicache.replay.survey import survey
+from asynchicache.replay.trace import read_trace
 
 GOOD = {"timestamp_ms": 5, "input_length": 10, "block_size": 4, "hash_runs": [7, 2]}
 
@@ -162,7 +162,7 @@ def test_requests_without_a_prompt_are_left_out_and_counted(tmp_path: Path):
 def test_zstd_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "t.zst"
     file.write_bytes(zstandard.compress(json.dumps(LINE).encode()))
-    monkeypatch.setattr("asynchicache.bench.replay.trace_file.zstandard", None)
+    monkeypatch.setattr("asynchicache.replay.trace_file.zstandard", None)
     with pytest.raises(ConfigError, match=r"by zstd: pip install 'asynchicache\[zstd\]', or unzstd it"):
         read_trace(file, 4)
 

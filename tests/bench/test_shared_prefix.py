@@ -5,8 +5,8 @@ from fractions import Fraction
 
 import pytest
 
-from asynchicache.bench.shared_prefix import SharedPrefixOptions, ideal_hit_rate, run_shared_prefix
-from asynchicache.bench.tally import HitReport
+from asynchicache_lab.bench.shared_prefix import SharedPrefixOptions, ideal_hit_rate, run_shared_prefix
+from asynchicache_lab.bench.tally import HitReport
 
 
 def run(options: SharedPrefixOptions) -> HitReport:

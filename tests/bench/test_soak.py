@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache.bench.soak import report, run
-from asynchicache.bench.soak.model import HitModel, SharedBound
-from asynchicache.bench.soak.options import SoakOptions
-from asynchicache.bench.soak.samples import ProcessSample, hit_drift, hit_rates, memory_level, model_gap
-from asynchicache.bench.soak.stores import FileStore, RedisStore
-from asynchicache.bench.soak.traffic import ConversationPool, Engine, soak_spec
-from asynchicache.bench.soak.watchdog import LoopWatchdog
 from asynchicache.cli.main import main
 from asynchicache.controller.tasks import OwnedTasks
 from asynchicache.errors import ConfigError
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.testing.oracle import ByteOracle
+from asynchicache_lab.bench.soak import report, run
+from asynchicache_lab.bench.soak.model import HitModel, SharedBound
+from asynchicache_lab.bench.soak.options import SoakOptions
+from asynchicache_lab.bench.soak.samples import ProcessSample, hit_drift, hit_rates, memory_level, model_gap
+from asynchicache_lab.bench.soak.stores import FileStore, RedisStore
+from asynchicache_lab.bench.soak.traffic import ConversationPool, Engine, soak_spec
+from asynchicache_lab.bench.soak.watchdog import LoopWatchdog
 from engines import executable, module
 
 SECONDS = 0.1

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from asynchicache.bench.synthetic import Transcript, draw_tokens
 from asynchicache.hashing import page_digests
+from asynchicache.replay.synthetic import Transcript, draw_tokens
 from asynchicache.testing.oracle import ByteOracle
 from asynchicache.testing.specs import synthetic_spec
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from asynchicache import CacheConfig, CacheHint, HybridCache
-from asynchicache.bench.replay.options import ReplayOptions
-from asynchicache.bench.replay.run import run_replay
-from asynchicache.bench.replay.trace import read_trace
 from asynchicache.errors import ConfigError
+from asynchicache.replay.options import ReplayOptions
+from asynchicache.replay.run import run_replay
+from asynchicache.replay.trace import read_trace
 from asynchicache.testing.specs import synthetic_spec
 
 SPEC = synthetic_spec(4)

@@ -7,8 +7,8 @@ import pytest
 
 from asynchicache.cli.main import main
 from asynchicache.pools.allocator import SlotAllocator
-from asynchicache.testing.chaos.faults import KINDS
-from asynchicache.testing.chaos.workload import draw_script
+from asynchicache_lab.chaos.faults import KINDS
+from asynchicache_lab.chaos.workload import draw_script
 
 
 @pytest.fixture

@@ -133,11 +133,11 @@ def test_a_command_runs_with_its_own_options(command: Command) -> None:
 
 
 def _names_under_type_checking(module: str) -> dict[str, object]:
-    from asynchicache.bench import options as flags
-    from asynchicache.bench.ranks.options import RanksOptions
-    from asynchicache.bench.replay.options import ReplayOptions
-    from asynchicache.bench.soak.options import SoakOptions
-    from asynchicache.bench.storage.options import StorageBenchOptions
+    from asynchicache.replay.options import ReplayOptions
+    from asynchicache_lab.bench import options as flags
+    from asynchicache_lab.bench.ranks.options import RanksOptions
+    from asynchicache_lab.bench.soak.options import SoakOptions
+    from asynchicache_lab.bench.storage.options import StorageBenchOptions
 
     kinds = (RanksOptions, ReplayOptions, SoakOptions, StorageBenchOptions)
     return {"flags": flags} | {kind.__name__: kind for kind in kinds} if module.endswith("benches") else {}

@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from asynchicache.bench.demo.results import DemoResult, ModeResult, RoundResult
-from asynchicache.bench.overlap import OverlapReport, OverlapRow
-from asynchicache.bench.replay.report import ReplayReport
-from asynchicache.bench.serve.clients import ServeTurn
-from asynchicache.bench.serve.options import ServeBenchOptions
-from asynchicache.bench.serve.report import ServeReport
-from asynchicache.bench.soak.model import HitModel
-from asynchicache.bench.soak.report import SoakReport
-from asynchicache.bench.soak.samples import ProcessSample
-from asynchicache.bench.soak.traffic import Models, SoakCounters, soak_spec
-from asynchicache.bench.transfer import TransferReport, TransferRow
 from asynchicache.cli import demo, serve
 from asynchicache.cli.commands import COMMANDS, Command
 from asynchicache.cli.main import main
 from asynchicache.cli.output import Output
 from asynchicache.integrations.serve.api import RequestCounts
+from asynchicache.replay.report import ReplayReport
 from asynchicache.types import Tier
+from asynchicache_lab.bench.demo.results import DemoResult, ModeResult, RoundResult
+from asynchicache_lab.bench.overlap import OverlapReport, OverlapRow
+from asynchicache_lab.bench.serve.clients import ServeTurn
+from asynchicache_lab.bench.serve.options import ServeBenchOptions
+from asynchicache_lab.bench.serve.report import ServeReport
+from asynchicache_lab.bench.soak.model import HitModel
+from asynchicache_lab.bench.soak.report import SoakReport
+from asynchicache_lab.bench.soak.samples import ProcessSample
+from asynchicache_lab.bench.soak.traffic import Models, SoakCounters, soak_spec
+from asynchicache_lab.bench.transfer import TransferReport, TransferRow
 
 TRACE = Path(__file__).parents[1] / "data" / "traces" / "claude_code_weka_16_sessions.jsonl.gz"
 RUN: dict[tuple[str, ...], dict[str, object]] = {

@@ -18,8 +18,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from asynchicache.bench.transfer import ALL, _cases
-from asynchicache.bench.transfer import POOLS as TRANSFER_POOLS
+from asynchicache_lab.bench.transfer import ALL, _cases
+from asynchicache_lab.bench.transfer import POOLS as TRANSFER_POOLS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_report.py"
@@ -68,7 +68,7 @@ def test_a_bench_is_run_in_a_process_of_its_own(report: ModuleType, tmp_path: Pa
 
 def test_every_bench_has_such_options(report: ModuleType) -> None:
     for module, options in report.BENCHES.values():
-        bench = importlib.import_module(f"asynchicache.bench.{module}")
+        bench = importlib.import_module(f"asynchicache_lab.bench.{module}")
         assert getattr(bench, f"{module.capitalize()}Options")(**options).device == "cuda"
     assert set(report.POOLS) == set(TRANSFER_POOLS)
 

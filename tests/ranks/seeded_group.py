@@ -13,9 +13,9 @@ from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.worker import RankWorker
 from asynchicache.specs.sharding import WHOLE
 from asynchicache.storage.protocol import StorageBackend
-from asynchicache.testing.delayed_link import DelayedLink
-from asynchicache.testing.rank_chaos import LIMITS, RankMirror
 from asynchicache.testing.seeded import SeededWorld
+from asynchicache_lab.ranks.chaos import LIMITS, RankMirror
+from asynchicache_lab.ranks.delayed_link import DelayedLink
 
 
 @asynccontextmanager

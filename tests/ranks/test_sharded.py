@@ -13,9 +13,9 @@ from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.errors import RankError, UsageError
 from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.worker import RankWorker
-from asynchicache.testing.delayed_link import DelayedLink
-from asynchicache.testing.rank_chaos import LIMITS, PAGE, RankMirror
 from asynchicache.testing.seeded import SeededWorld, run_seeded
+from asynchicache_lab.ranks.chaos import LIMITS, PAGE, RankMirror
+from asynchicache_lab.ranks.delayed_link import DelayedLink
 from ranks.seeded_group import seeded_group
 
 MODEL = ModelSpec.from_config(

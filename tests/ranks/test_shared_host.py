@@ -19,10 +19,10 @@ from asynchicache.layouts import HostLayout
 from asynchicache.pools.shared import share
 from asynchicache.ranks.sharing import HostShare, share_of, sharing_key, sharing_ranks
 from asynchicache.ranks.worker import RankWorker
-from asynchicache.testing.rank_chaos import RankMirror
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.types import Outcome, PoolTransfer
+from asynchicache_lab.ranks.chaos import RankMirror
 from integrations.zoo import tiny_config
 from ranks.processes import processes
 from ranks.seeded_group import seeded_group

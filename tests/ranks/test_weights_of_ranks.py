@@ -11,9 +11,9 @@ from asynchicache import CacheConfig
 from asynchicache.backends.memory import MemoryBackend, MemoryEngine, MemoryStore
 from asynchicache.errors import StorageError
 from asynchicache.storage.protocol import PoolBinding
-from asynchicache.testing.rank_chaos import RankMirror
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
+from asynchicache_lab.ranks.chaos import RankMirror
 from ranks.processes import processes
 from ranks.seeded_group import seeded_group
 

@@ -12,11 +12,11 @@ import pytest
 
 from asynchicache.errors import ConfigError, InternalError
 from asynchicache.planner.planner import Planner
-from asynchicache.testing.chaos.edges import EDGES
-from asynchicache.testing.chaos.faults import KINDS
-from asynchicache.testing.chaos.ledger import Ledger
-from asynchicache.testing.chaos.run import ScriptReport, run_script
-from asynchicache.testing.chaos.script import (
+from asynchicache_lab.chaos.edges import EDGES
+from asynchicache_lab.chaos.faults import KINDS
+from asynchicache_lab.chaos.ledger import Ledger
+from asynchicache_lab.chaos.run import ScriptReport, run_script
+from asynchicache_lab.chaos.script import (
     CacheSizes,
     ChaosClient,
     ClientTurn,
@@ -26,9 +26,9 @@ from asynchicache.testing.chaos.script import (
     Script,
     ScriptEvent,
 )
-from asynchicache.testing.chaos.search import Findings, run_seeds, search
-from asynchicache.testing.chaos.shrink import Shrinker, violation_kind
-from asynchicache.testing.chaos.workload import draw_script
+from asynchicache_lab.chaos.search import Findings, run_seeds, search
+from asynchicache_lab.chaos.shrink import Shrinker, violation_kind
+from asynchicache_lab.chaos.workload import draw_script
 
 SEEDS = (*range(13), *(200 + edge for edge in EDGES if edge < 27))
 FOUND = Path(__file__).parents[1] / "data" / "chaos"
@@ -159,7 +159,7 @@ def test_a_run_that_never_comes_back_to_its_loop_is_stopped(monkeypatch: pytest.
             pass
 
     monkeypatch.setattr(Planner, "open", spin)
-    monkeypatch.setattr("asynchicache.testing.chaos.run.CPU_SECONDS", 0.2)
+    monkeypatch.setattr("asynchicache_lab.chaos.run.CPU_SECONDS", 0.2)
 
     clients = (ChaosClient(turns=(ClientTurn(prompt=(1, 2, 3)),)),)
     life = Life(sizes={"kv": CacheSizes(device=4, host=4)}, clients=clients)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from asynchicache.planner.engine import EnginePlanner
-from asynchicache.testing.chaos.run import run_script
-from asynchicache.testing.chaos.search import quick_collection, run_seeds, script_of
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.tree import copies
 from asynchicache.tree.radix_tree import UnifiedRadixTree
+from asynchicache_lab.chaos.run import run_script
+from asynchicache_lab.chaos.search import quick_collection, run_seeds, script_of
 from testing.known_seeds import known_first
 
 Patch = pytest.MonkeyPatch

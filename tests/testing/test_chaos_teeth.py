@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from asynchicache.testing.chaos import run
-from asynchicache.testing.chaos.run import run_script
-from asynchicache.testing.chaos.search import quick_collection
-from asynchicache.testing.chaos.workload import draw_script
+from asynchicache_lab.chaos import run
+from asynchicache_lab.chaos.run import run_script
+from asynchicache_lab.chaos.search import quick_collection
+from asynchicache_lab.chaos.workload import draw_script
 from testing.known_seeds import KNOWN, known_first
 from testing.planted import BUGS, Bug
 

@@ -21,36 +21,6 @@ from asynchicache.planner.prefetch import PrefetchPlanner
 from asynchicache.planner.readings import ReadPlan
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
-from asynchicache.testing.chaos.calls import Call
-from asynchicache.testing.chaos.costs import CostOracle
-from asynchicache.testing.chaos.identity import PageNames
-from asynchicache.testing.chaos.ledger import Ledger
-from asynchicache.testing.chaos.presence import (
-    in_memory,
-    is_held,
-    longest,
-    nothing,
-    reclaimable,
-    shared_pages,
-    span,
-)
-from asynchicache.testing.chaos.promises import DurabilityOracle, DurablePrefix
-from asynchicache.testing.chaos.recency import TOLD_SECONDS, RecencyOracle, StoredPath
-from asynchicache.testing.chaos.run import run_script
-from asynchicache.testing.chaos.script import (
-    CacheSizes,
-    ChaosClient,
-    ClientTurn,
-    Life,
-    ModelShape,
-    Pace,
-    Script,
-    ScriptEvent,
-    Steady,
-)
-from asynchicache.testing.chaos.steady import BOUND_SECONDS, SteadyTraffic
-from asynchicache.testing.chaos.store import ChaosStore
-from asynchicache.testing.chaos.waste import MOST_FOR_NOBODY, WasteOracle
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place_of
 from asynchicache.types import (
@@ -62,6 +32,36 @@ from asynchicache.types import (
     WritePolicy,
     trailing_pages,
 )
+from asynchicache_lab.chaos.calls import Call
+from asynchicache_lab.chaos.costs import CostOracle
+from asynchicache_lab.chaos.identity import PageNames
+from asynchicache_lab.chaos.ledger import Ledger
+from asynchicache_lab.chaos.presence import (
+    in_memory,
+    is_held,
+    longest,
+    nothing,
+    reclaimable,
+    shared_pages,
+    span,
+)
+from asynchicache_lab.chaos.promises import DurabilityOracle, DurablePrefix
+from asynchicache_lab.chaos.recency import TOLD_SECONDS, RecencyOracle, StoredPath
+from asynchicache_lab.chaos.run import run_script
+from asynchicache_lab.chaos.script import (
+    CacheSizes,
+    ChaosClient,
+    ClientTurn,
+    Life,
+    ModelShape,
+    Pace,
+    Script,
+    ScriptEvent,
+    Steady,
+)
+from asynchicache_lab.chaos.steady import BOUND_SECONDS, SteadyTraffic
+from asynchicache_lab.chaos.store import ChaosStore
+from asynchicache_lab.chaos.waste import MOST_FOR_NOBODY, WasteOracle
 from controller.simulation import Simulation
 
 A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
@@ -265,7 +265,7 @@ def test_no_digest_and_no_key_stands_for_two_pages(monkeypatch: pytest.MonkeyPat
     assert ledger.violations == []
     names.stored(key(b"old/".ljust(32)), "new/")
     assert ledger.violations == ["identity: one key of 'kv' for two pages"]
-    monkeypatch.setattr("asynchicache.testing.chaos.identity.namespace_seed", lambda tenant, salt: b"")
+    monkeypatch.setattr("asynchicache_lab.chaos.identity.namespace_seed", lambda tenant, salt: b"")
     PageNames(2, ledger).of(tokens, turns[0])
     assert len(ledger.violations) == 1
     for turn in turns[:2]:

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from asynchicache.bench import copy_rig
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig
 from asynchicache.errors import CapacityError
@@ -26,6 +25,7 @@ from asynchicache.transfer import calibration, opening
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.opening import HostMemory, allocate_hosts, allocate_memories, growing_pools
 from asynchicache.types import trailing_pages
+from asynchicache_lab.bench import copy_rig
 from pools.cuda_runtime import PlayedRuntime
 
 KV = PoolSpec("kv", (TensorSpec("keys", (0,), (1024,), "float32"),))

@@ -1,4 +1,7 @@
-"""The commands as data: words, a line of help, and where flags and code are found when one is run."""
+"""The commands as data: words, a line of help, and where flags and code are found when one is run.
+
+Other packages bring commands by entry points of the group `asynchicache.commands`: each names a tuple.
+"""
 
 from __future__ import annotations
 
@@ -45,91 +48,9 @@ class Command(NamedTuple):
         return cast("Start", resolve_name(self.code))
 
 
-_BENCH, _CLI = "asynchicache.bench", "asynchicache.cli"
+_CLI = "asynchicache.cli"
 
 COMMANDS: tuple[Command, ...] = (
-    Command(
-        ("demo",),
-        "serve a small hybrid model four ways, and write a report that compares them",
-        f"{_BENCH}.demo.options:DemoOptions",
-        f"{_CLI}.demo:run",
-    ),
-    Command(
-        ("bench", "multiturn"),
-        "conversations of many rounds: how much of each prompt is served from the cache",
-        f"{_BENCH}.options:MultiturnOptions",
-        f"{_CLI}.benches:multiturn",
-        f"{_BENCH}.multiturn",
-    ),
-    Command(
-        ("bench", "shared-prefix"),
-        "groups of prompts with a common beginning: does only the first one pay for it",
-        f"{_BENCH}.options:SharedPrefixOptions",
-        f"{_CLI}.benches:shared_prefix",
-        f"{_BENCH}.shared_prefix",
-    ),
-    Command(
-        ("bench", "tree"),
-        "turns of a chat through the tree alone: how fast it matches and inserts",
-        f"{_BENCH}.options:TreeOptions",
-        f"{_CLI}.benches:tree",
-        f"{_BENCH}.tree",
-    ),
-    Command(
-        ("bench", "bridge"),
-        "what it costs the event loop to submit copies, and to be told of their end",
-        f"{_BENCH}.options:BridgeOptions",
-        f"{_CLI}.benches:bridge",
-        f"{_BENCH}.bridge",
-    ),
-    Command(
-        ("bench", "stall"),
-        "how long the event loop stands still while pages move between the tiers",
-        f"{_BENCH}.options:StallOptions",
-        f"{_CLI}.benches:stall",
-        f"{_BENCH}.stall",
-    ),
-    Command(
-        ("bench", "transfer"),
-        "pages between device and host, beside one plain copy of as many bytes",
-        f"{_BENCH}.options:TransferOptions",
-        f"{_CLI}.benches:transfer",
-        f"{_BENCH}.transfer",
-    ),
-    Command(
-        ("bench", "overlap"),
-        "a forward that starts on each layer as soon as it is loaded, and one that waits for all",
-        f"{_BENCH}.options:OverlapOptions",
-        f"{_CLI}.benches:overlap",
-        f"{_BENCH}.overlap",
-    ),
-    Command(
-        ("bench", "ranks"),
-        "a leader and followers as processes: what a group adds to a step, beside a collective",
-        f"{_BENCH}.ranks.options:RanksOptions",
-        f"{_CLI}.benches:ranks",
-        f"{_BENCH}.ranks.run",
-    ),
-    Command(
-        ("bench", "storage"),
-        "pages to a storage engine and back, beside the plainest client of the same medium",
-        f"{_BENCH}.storage.options:StorageBenchOptions",
-        f"{_CLI}.benches:storage",
-        f"{_BENCH}.storage.run",
-    ),
-    Command(
-        ("soak",),
-        "run conversations against a real storage backend that fails; check for errors, stalls and leaks",
-        f"{_BENCH}.soak.options:SoakOptions",
-        f"{_CLI}.benches:soak",
-        f"{_BENCH}.soak.run",
-    ),
-    Command(
-        ("bench", "serve"),
-        "conversations with `serve`, beside a server without hits, and with its storage killed",
-        f"{_BENCH}.serve.options:ServeBenchOptions",
-        f"{_CLI}.serve:bench",
-    ),
     Command(
         ("verify",),
         "read every page of a file store, and report the damaged ones",
@@ -145,9 +66,9 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         ("replay",),
         "a trace through the cache's decisions: what would it hit with these pools, sizes and policies",
-        f"{_BENCH}.replay.options:ReplayOptions",
-        f"{_CLI}.benches:replay",
-        f"{_BENCH}.replay.run",
+        "asynchicache.replay.options:ReplayOptions",
+        f"{_CLI}.replay:run",
+        "asynchicache.replay.run",
     ),
     Command(
         ("serve",),
@@ -162,15 +83,22 @@ COMMANDS: tuple[Command, ...] = (
         f"{_CLI}.top:run",
     ),
     Command(
-        ("chaos",),
-        "search for wrong bytes, hangs and leaks: random traffic, faults and orders of events, by seed",
-        f"{_CLI}.options:ChaosOptions",
-        f"{_CLI}.chaos:run",
-    ),
-    Command(
         ("doctor",),
         "what this machine has for the cache to use",
         f"{_CLI}.options:DoctorOptions",
         f"{_CLI}.doctor:run",
     ),
 )
+
+LABORATORY = frozenset({"bench", "chaos", "demo", "soak"})
+"""First words of commands that come with a checkout, not with the wheel."""
+
+
+def find_commands(first_word: str = "") -> tuple[Command, ...]:
+    """The library's own commands, and unless `first_word` is one of theirs, those of other packages."""
+    if any(command.path[0] == first_word for command in COMMANDS):
+        return COMMANDS  # looking for packages takes longer than all else before a command runs
+    from importlib.metadata import entry_points
+
+    found = sorted(entry_points(group="asynchicache.commands"))
+    return COMMANDS + tuple(command for point in found for command in point.load())

@@ -19,7 +19,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from asynchicache.bench.report import Advance
+from asynchicache.reports import Advance, Report
 
 STANDARD_OUTPUT = "-"
 """The value of `--json` for which JSON goes to standard output."""
@@ -31,6 +31,10 @@ class CommandResult(NamedTuple):
     result: Mapping[str, object]
     view: RenderableType
     ok: bool = True
+
+
+def result_of(report: Report) -> CommandResult:
+    return CommandResult(report.as_json(), report.present(), report.ok)
 
 
 class Output:

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asynchicache.cli.commands import COMMANDS, Command
+from asynchicache.cli.commands import LABORATORY, Command, find_commands
 from asynchicache.cli.interrupts import raising_interrupts
 from asynchicache.errors import CacheError, UsageError
 from asynchicache.options import Option, flags_of
 
 OK, VIOLATION, BAD_ARGUMENTS = 0, 1, 2
 STANDARD_OUTPUT = "-"
+_WHERE_THE_LABORATORY_IS = "comes with a checkout, not with the wheel: `make setup` in its folder installs it"
 
 
 def run(arguments: Sequence[str] | None) -> int:
@@ -23,7 +24,13 @@ def run(arguments: Sequence[str] | None) -> int:
     Raises:
         SystemExit: with 2 on bad arguments, with 0 after help or version.
     """
-    values = build_parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    first = words[0] if words else ""
+    commands = find_commands(first)
+    if first in LABORATORY and all(command.path[0] != first for command in commands):
+        print(f"asynchicache: {first!r} {_WHERE_THE_LABORATORY_IS}", file=sys.stderr)
+        return BAD_ARGUMENTS
+    values = build_parser(commands).parse_args(words)
     parser: CommandParser = values.parser
     try:
         return _execute(values)
@@ -73,14 +80,18 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="asynchicache", description="Hierarchical cache for hybrid models.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     top = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
-    bench = top.add_parser("bench", help="measure one part of the cache, and check its bytes")
-    benches = bench.add_subparsers(required=True, metavar="BENCH")
-    for command in COMMANDS:
-        group = benches if command.path[0] == "bench" else top
+    benches = None
+    for command in commands:
+        group = top
+        if command.path[0] == "bench":
+            if benches is None:
+                bench = top.add_parser("bench", help="measure one part of the cache, and check its bytes")
+                benches = bench.add_subparsers(required=True, metavar="BENCH")
+            group = benches
         group.add_parser(command.path[-1], help=command.help).command = command
     return parser
 

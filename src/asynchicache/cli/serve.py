@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
-from asynchicache.bench.serve.options import ServeBenchOptions
-from asynchicache.bench.tables import facts
 from asynchicache.cli.options import TINY, ServeOptions
 from asynchicache.cli.output import CommandResult, Output
 from asynchicache.errors import ConfigError
+from asynchicache.reports import facts
 
 if TYPE_CHECKING:
     from asynchicache.config import CacheConfig
@@ -83,24 +82,6 @@ def _start_log(options: ServeOptions) -> None:
     logging.getLogger("asynchicache").setLevel(level)
     if not options.access_log:
         logging.getLogger("asynchicache.integrations.serve.access").setLevel(logging.WARNING)
-
-
-def bench(options: ServeBenchOptions, output: Output) -> CommandResult:
-    """Conversations with servers of their own processes.
-
-    Raises:
-        ConfigError: a package is missing, or a server does not start.
-    """
-    try:
-        from transformers.utils.logging import set_verbosity_error
-
-        from asynchicache.bench.serve.run import run_serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"bench serve needs {error.name}: pip install 'asynchicache[serve]'") from error
-    set_verbosity_error()
-    with output.bar("rounds") as advance:
-        report = asyncio.run(run_serve(options, advance))
-    return CommandResult(report.as_json(), report.present(), report.ok)
 
 
 def _defaults(options: ServeOptions, version: Callable[[Path], str]) -> Mapping[str, object]:

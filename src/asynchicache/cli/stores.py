@@ -11,9 +11,9 @@ from rich.text import Text
 
 from asynchicache.backends.file.clear import Cleared, clear_store
 from asynchicache.backends.file.verify import StoreReport, verify_store
-from asynchicache.bench.tables import facts
 from asynchicache.cli.options import ClearOptions, VerifyOptions
 from asynchicache.cli.output import CommandResult, Output
+from asynchicache.reports import facts
 
 
 def verify(options: VerifyOptions, output: Output) -> CommandResult:

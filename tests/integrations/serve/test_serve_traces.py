@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from asynchicache import CacheConfig
-from asynchicache.bench.replay.options import ReplayOptions
-from asynchicache.bench.replay.run import run_replay
-from asynchicache.bench.replay.trace import read_trace
 from asynchicache.integrations.serve.loading import LoadedModel, load_checkpoint
 from asynchicache.integrations.transformers.asking import spec_from_model
+from asynchicache.replay.options import ReplayOptions
+from asynchicache.replay.run import run_replay
+from asynchicache.replay.trace import read_trace
 from integrations.serve.checkpoints import save_checkpoint, tiny_loaded
 from integrations.serve.serving import PAGE, Running, running
 from integrations.zoo_configs import WINDOW

@@ -1,0 +1,70 @@
+"""Baselines of `bench transfer`: one large plain copy, and single copies."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from asynchicache.kernels.batch import RunBatch, memmove_batch
+from asynchicache.kernels.cuda_driver import CudaDriver
+from asynchicache.pools.slabs import Slab
+from asynchicache.transfer.plan import Direction
+from asynchicache_lab.bench.copy_rig import CopyRig
+
+MAX_SINGLES = 4096
+"""Single copies of one loop. Each costs microseconds whatever follows, so more would say the same."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainMemory:
+    """Memory of the same kinds as a rig's tiers, as large as its device pool.
+
+    Attributes:
+        source, destination: uint8 `[nbytes]`.
+    """
+
+    source: torch.Tensor
+    destination: torch.Tensor
+
+    @classmethod
+    def beside(cls, rig: CopyRig, direction: Direction) -> PlainMemory:
+        nbytes = rig.memory.device.slots * rig.memory.device.spec.slot_bytes(rig.memory.device.page_size)
+        if rig.memory.device.device.type == "cpu":
+            host, device = (Slab(nbytes).tensor.fill_(1) for _ in range(2))
+        else:
+            host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=rig.memory.host.pinned)
+            device = torch.ones(nbytes, dtype=torch.uint8, device=rig.memory.device.device)
+        return cls(host, device) if direction is Direction.LOAD else cls(device, host)
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.numel()
+
+    def copy(self) -> None:
+        """Copy everything at once with torch."""
+        self.destination.copy_(self.source, non_blocking=True)
+
+    def singles(self, run_bytes: int, seed: int) -> RunBatch:
+        """Up to `MAX_SINGLES` runs of `run_bytes`, in random order."""
+        rng, there = random.Random(seed), self.nbytes // run_bytes
+        number = min(MAX_SINGLES, there)
+        order = [np.array(rng.sample(range(there), number), np.int64) * run_bytes for _ in range(2)]
+        return RunBatch(
+            order[0] + self.source.data_ptr(),
+            order[1] + self.destination.data_ptr(),
+            np.full(number, run_bytes, np.int64),
+            (self.source, self.destination),
+        )
+
+
+def single_copier(device: torch.device) -> Callable[[RunBatch], None]:
+    """Return a function that copies runs one by one at the lowest cost: driver calls, or `memmove` on a CPU.
+
+    Raises:
+        DeviceError: the driver is not available.
+    """
+    return memmove_batch if device.type == "cpu" else CudaDriver.load().copy_singly

@@ -1,0 +1,384 @@
+"""Storage that outlives caches, fails as scripted, and is observed: stored pages must be right, and the
+oracles know when there was no fault."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from asynchicache.backends.memory import MemoryBackend, MemoryEngine
+from asynchicache.cache import HybridCache
+from asynchicache.controller.controller import HybridCacheController
+from asynchicache.hashing import ObjectKey, page_digests
+from asynchicache.storage.breaker import BreakerState
+from asynchicache.storage.limits import PoolLimits
+from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine, StorageBackend, touch_of
+from asynchicache.testing.faults import FaultRates, Faulty, Latency
+from asynchicache.types import Outcome
+from asynchicache_lab.chaos.calls import Call, Calls
+from asynchicache_lab.chaos.faults import SLOWER, FaultDraws
+from asynchicache_lab.chaos.identity import HostPages
+from asynchicache_lab.chaos.inside import marked_stored
+from asynchicache_lab.chaos.ledger import Ledger
+from asynchicache_lab.chaos.script import StorageFaults, StorageLink
+from asynchicache_lab.chaos.store import ChaosStore
+
+CALL_SECONDS = 5e-4
+"""The mean time that a storage call takes."""
+
+_TROUBLE = (
+    "storage.stall",
+    "storage.restart",
+    "storage.lose",
+    "storage.detach",
+    "storage.clear",
+    "clock.jump",
+)
+"""What goes wrong with storage beside what `Faulty` counts."""
+
+_FAULTS_THAT_LOSE = ("hang", "late", "lie", "swap", "drop", "stall", "lose", "forget", "detach")
+"""After these, storage may lack what it has acknowledged, or lose it when a late call ends."""
+
+_SPEEDS = ("stall", "exists")
+"""What a script says of storage that is no fault rate."""
+
+
+class ChaosStorage:
+    """One cache's access to a store, with injected faults.
+
+    Attributes:
+        store: the store that outlives the cache.
+        calls: record of the cache's calls.
+        backend: the backend that the cache uses.
+    """
+
+    def __init__(
+        self,
+        store: ChaosStore,
+        faults: StorageFaults,
+        pages: Callable[[], HostPages],
+        draws: FaultDraws,
+        ledger: Ledger,
+        limits: PoolLimits,
+        link: StorageLink,
+        page_size: int,
+    ) -> None:
+        self.store = store
+        self.calls = Calls(asyncio.get_running_loop().time)
+        self._draws = draws
+        self._limits = limits
+        self._stall = faults.stall
+        self._exists = faults.exists
+        self._rates = FaultRates(
+            **{name: getattr(faults, name) for name in StorageFaults.__struct_fields__ if name not in _SPEEDS}
+        )
+        self._witness = VerifyingBackend(store, pages, ledger)
+        self._faulty = Faulty(self._witness, self._rates, draws.chance, late_seconds=0.03)
+        slow = Latency(self._faulty, CALL_SECONDS, sleep=self._sleep)
+        self.ledger = ledger
+        self._link = link
+        self._wire = asyncio.Lock()
+        self._stuck = set(page_digests(array("q", link.stuck), page_size)) if link.stuck else set()
+        self._mended = asyncio.Event()
+        self.backend = TrackedBackend(slow, self.calls, self)
+        self._seen = 0
+        self._troubled = -1.0
+        self._cut = False
+
+    async def _sleep(self, mean_seconds: float) -> None:
+        slower = SLOWER if self._draws.occurs("storage.stall", self._stall) else 1
+        await asyncio.sleep(self._draws.chance.expovariate(1 / (mean_seconds * slower)))
+
+    async def question(self) -> None:
+        """Wait for the extra latency of a query."""
+        if self._exists:
+            await asyncio.sleep(self._exists)
+
+    @property
+    def queues(self) -> bool:
+        """Whether reads and writes wait for each other."""
+        return self._link != StorageLink()
+
+    async def carry(self, keys: Sequence[ObjectKey]) -> None:
+        """Wait until the bytes of some pages have gone over the wire, behind those that came first."""
+        pages = len(keys)
+        if self._link.page_seconds:
+            async with self._wire:
+                await asyncio.sleep(pages * self._link.page_seconds)
+
+    async def hang(self, keys: Sequence[ObjectKey]) -> None:
+        """Wait for the end of all faults if one of the pages is stuck."""
+        if any(key.digest in self._stuck for key in keys):
+            await self._mended.wait()
+
+    def capabilities(self, own: Capabilities) -> Capabilities:
+        """Those of an engine over the link."""
+        link = self._link
+        return replace(
+            own,
+            concurrency=link.concurrency or own.concurrency,
+            batch_pages=link.batch_pages or own.batch_pages,
+        )
+
+    # Stored pages and past faults
+
+    def holds(self, digest: bytes) -> bool:
+        """Whether the store has an attention page, and the cache has memory to prefetch such pages into."""
+        return bool(self.has(["kv"], [digest])[0])
+
+    def key(self, pool: str, digest: bytes) -> ObjectKey | None:
+        """A page's key in the store; None if the cache does not store that pool."""
+        binding = self._witness.bindings.get(pool)
+        return ObjectKey(binding.fingerprint, digest, pool, binding.shard) if binding is not None else None
+
+    def has(self, pools: Sequence[str], digests: Sequence[bytes]) -> bytearray:
+        """One byte per page: 1 if the store has it for every pool."""
+        found = bytearray(b"\1" * len(digests))
+        for pool in pools:
+            binding, store = self._witness.bindings.get(pool), self.store
+            if binding is None:
+                return bytearray(len(digests))
+            fingerprint, shard = binding.fingerprint, binding.shard
+            for page, digest in enumerate(digests):
+                if ObjectKey(fingerprint, digest, pool, shard) not in store:
+                    found[page] = 0
+        return found
+
+    @property
+    def has_lied(self) -> bool:
+        """Whether an `exists` was answered wrongly, ever."""
+        return self._faulty.injected["lie"] > 0
+
+    def calm_since(self, moment: float, controller: HybridCacheController) -> bool:
+        """Whether storage had no fault since `moment` and earlier faults are over: since then the cache made
+        all calls, and each was answered in time and correctly."""
+        self.look()
+        stored = controller.storage
+        if not stored or self._faulty.injected["swap"] or controller.storage_writer.clearing:
+            return False
+        if not self._seen:
+            return True
+        settled = moment - 2 * self._limits.deadline - self._limits.cooldown
+        return self._troubled < settled and self.admits(controller)
+
+    @staticmethod
+    def admits(controller: HybridCacheController) -> bool:
+        """Whether the breakers let every call through now."""
+        pools = controller.storage.statistics().values()
+        return all(pool.breaker is BreakerState.CLOSED for pool in pools)
+
+    def wrongly_marked(self, cache: HybridCache) -> list[str]:
+        """Describe pages that the cache believes to be stored, and never writes again, while storage lacks
+        them; of a storage that loses nothing by itself."""
+        counted, injected = self._draws.counted, self._faulty.injected
+        lossy = any(counted[f"storage.{kind}"] or injected[kind] for kind in _FAULTS_THAT_LOSE)
+        if lossy or counted["clock.jump"] or self.store.capacity_bytes is not None:
+            return []
+        return [
+            f"{have.count(0)} pages of {pool} are marked stored, and are not"
+            for pool, digests in marked_stored(cache)
+            if not all(have := self.has([pool], digests))
+        ]
+
+    def never_troubled(self) -> bool:
+        """Whether storage never had a fault."""
+        self.look()
+        return not self._seen
+
+    def look(self) -> None:
+        """Record faults since the last look, and ongoing ones."""
+        counted = self._draws.counted
+        seen = sum(self._faulty.injected.values()) + sum(counted[kind] for kind in _TROUBLE)
+        if seen != self._seen or self._faulty.hanging or self.calls.oldest() > self._limits.deadline:
+            self._seen = seen or 1
+            self._troubled = asyncio.get_running_loop().time()
+
+    def release(self) -> None:
+        """Let hanging calls continue."""
+        self._faulty.release()
+
+    async def restart(self, seconds: float, *, lose: bool) -> None:
+        """Answer no call for `seconds`. If `lose`, also forget all pages."""
+        self._draws.count("storage.lose" if lose else "storage.restart")
+        self._faulty.rates = FaultRates(raises=1.0)
+        if lose:
+            self.store.forget(list(self.store))
+        await asyncio.sleep(seconds)
+        self._faulty.rates = self._rates
+
+    def forget(self, share: float) -> None:
+        """Lose some pages permanently and silently."""
+        self._draws.count("storage.forget")
+        keys = list(self.store)
+        self.store.forget(self._draws.chance.sample(keys, round(len(keys) * share)))
+
+    def cut_off(self) -> None:
+        """The process is killed: none of its later calls reaches the store."""
+        self._cut = True
+        self._faulty.rates = FaultRates(raises=1.0)
+
+    def mend(self) -> None:
+        """Stop all faults, unless the process was killed."""
+        self._stall, self._rates = 0.0, FaultRates()
+        self._mended.set()
+        self._faulty.rates = self._rates if not self._cut else FaultRates(raises=1.0)
+        self._faulty.release()
+
+    def settle(self) -> None:
+        """Count the faults that were injected."""
+        for name, count in self._faulty.injected.items():
+            self._draws.counted[f"storage.{name}"] += count
+        self._faulty.injected.clear()
+
+
+class TrackedBackend:
+    """A backend that records its calls, and counts callers that stop waiting before a call ends."""
+
+    def __init__(self, backend: StorageBackend, calls: Calls, storage: ChaosStorage) -> None:
+        self.name = backend.name
+        self._backend = backend
+        self.calls = calls
+        self.storage = storage
+        self.aclose = backend.aclose
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
+        return _WatchedCalls(await self._backend.open_pool(binding), binding.pool, self)
+
+
+class _WatchedCalls:
+    def __init__(self, engine: PoolEngine, pool: str, watched: TrackedBackend) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._watched = watched
+        self._storage = watched.storage
+        self.capabilities = watched.storage.capabilities(engine.capabilities)
+        self.clear = engine.clear
+        self.touch = touch_of(engine)
+        self.aclose = engine.aclose
+
+    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        with self._counting_errors():
+            return await self._engine.delete(keys)
+
+    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
+        with self._running("exists", keys) as call:
+            await self._storage.question()
+            answer = await self._engine.exists(keys)
+        self._watched.calls.answered(call, [bool(there) for there in answer])
+        return answer
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        with self._running("get", keys) as call, self._noticing():
+            await self._storage.carry(keys)
+            await self._storage.hang(keys)
+            outcomes = await self._engine.get(keys, slots)
+        self._watched.calls.answered(call, outcomes)
+        return outcomes
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        with self._running("put", keys) as call, self._noticing():
+            await self._storage.carry(keys)
+            outcomes = await self._engine.put(keys, slots)
+        self._watched.calls.answered(call, outcomes)
+        return outcomes
+
+    @contextmanager
+    def _running(self, verb: str, keys: Sequence[ObjectKey]) -> Iterator[Call]:
+        self._storage.look()
+        try:
+            with (
+                self._counting_errors(),
+                self._watched.calls.running(verb, self._pool, [key.digest for key in keys]) as call,
+            ):
+                yield call
+        finally:
+            self._storage.look()
+
+    @contextmanager
+    def _counting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self._storage.ledger.calls_failed += 1
+            raise
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        try:
+            yield
+        except asyncio.CancelledError:
+            self._watched.calls.given_up += 1
+            raise
+
+
+class VerifyingBackend:
+    """A backend that checks the bytes of every page before storing it.
+
+    Attributes:
+        bindings: bindings of the opened pools, by name.
+    """
+
+    def __init__(self, store: ChaosStore, pages: Callable[[], HostPages], ledger: Ledger) -> None:
+        """`pages`: what belongs in the pages of pools that are opened now."""
+        self._store = store
+        self._backend = MemoryBackend(store)
+        self.name = f"watched-{self._backend.name}"
+        self._pages = pages
+        self._ledger = ledger
+        self.bindings: dict[str, PoolBinding] = {}
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
+        self.bindings[binding.pool] = binding
+        engine = await self._backend.open_pool(binding)
+        return _VerifyingEngine(engine, binding, self._store, self._pages(), self._ledger)
+
+    async def aclose(self) -> None:
+        await self._backend.aclose()
+
+
+class _VerifyingEngine:
+    def __init__(
+        self,
+        engine: MemoryEngine,
+        binding: PoolBinding,
+        store: ChaosStore,
+        pages: HostPages,
+        ledger: Ledger,
+    ) -> None:
+        self._engine = engine
+        self._binding = binding
+        self._store = store
+        self._pages = pages
+        self._ledger = ledger
+        self.capabilities = engine.capabilities
+        self.exists = engine.exists
+        self.delete = engine.delete
+        self.clear = engine.clear
+        self.touch = touch_of(engine)
+        self.aclose = engine.aclose
+
+    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        outcomes = await self._engine.get(keys, slots)
+        self._tell(keys, outcomes)
+        return outcomes
+
+    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        binding = self._binding
+        for key, slot in zip(keys, slots, strict=True):
+            if not self._pages.put(binding.pool, binding.page(slot), key):
+                self._ledger.violations.append(
+                    f"wrong bytes: host slot {slot} of {binding.pool!r} goes to storage as another page"
+                )
+        outcomes = await self._engine.put(keys, slots)
+        self._tell(keys, outcomes)
+        return outcomes
+
+    def _tell(self, keys: Sequence[ObjectKey], outcomes: Sequence[Outcome]) -> None:
+        """Report used pages that the store could not see itself."""
+        if (keeper := self._store.keeper) is not None:
+            for key, outcome in zip(keys, outcomes, strict=True):
+                if outcome in (Outcome.HIT, Outcome.STORED, Outcome.EXISTS):
+                    keeper.used(key, self._binding.page_bytes)

@@ -1,0 +1,1 @@
+"""Groups of ranks in one process: chaos, and its oracles."""

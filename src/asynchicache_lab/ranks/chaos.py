@@ -1,0 +1,824 @@
+"""A seeded search over groups of ranks: random traffic, storage faults per rank, slow links and lost ranks.
+
+All ranks of a group run in one seeded loop: each has a device, memory and storage of its own, and links with
+drawn delays. Every rank mirrors the forwards of the leader on a compute stream of its own, checks what it
+reads against its own shard's bytes, and writes them. `asynchicache chaos --ranks` runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.cache import HybridCache
+from asynchicache.config import CacheConfig, PrefetchOptions, PrefetchPolicy
+from asynchicache.controller.request import Request
+from asynchicache.errors import BusyError, CapacityError, RankError, StorageError, TransferError
+from asynchicache.hashing import namespace_seed, page_digests
+from asynchicache.layouts import HostLayout
+from asynchicache.ranks.joining import RankGroup
+from asynchicache.ranks.options import RankLimits
+from asynchicache.ranks.worker import RankWorker
+from asynchicache.specs import ModelSpec
+from asynchicache.storage.limits import PoolLimits
+from asynchicache.streams.emulated import EmulatedDevice
+from asynchicache.testing.faults import FaultRates, Faulty
+from asynchicache.testing.oracle import ByteOracle, PageTokens
+from asynchicache.testing.paged import PagedMemory
+from asynchicache.testing.seeded import SeededWorld, run_seeded
+from asynchicache.testing.specs import synthetic_spec
+from asynchicache.transfer.ticket import Ticket
+from asynchicache.types import WritePolicy, token_array
+from asynchicache_lab.chaos.clients import resumable_tokens
+from asynchicache_lab.chaos.ledger import Ledger, error_text
+from asynchicache_lab.chaos.paged import GARBAGE, ChaosBlocks
+from asynchicache_lab.chaos.run import collection_watched, warnings_watched
+from asynchicache_lab.chaos.search import BATCH, carry_out, quick_collection
+from asynchicache_lab.ranks.delayed_link import DelayedLink
+from asynchicache_lab.ranks.oracles import wrong_sizes, wrongly_marked
+
+PAGE = 4
+LIMITS = RankLimits(joining=5.0, heartbeat=0.5, silence=3.0, copy_seconds=10.0, storage_seconds=20.0)
+
+MAX_STEPS = 400_000
+"""Callbacks of the loop after which a seed counts as endless."""
+
+_TOKEN = "secret"  # noqa: S105 - of groups that live in one loop
+_FAMILIES = (("kv",), ("kv", "mamba"), ("kv", "swa"), ("kv", "mamba", "swa"), ("kv", "dsa"))
+_WEIGHTS = ("test", "other")
+_MISFITS = ("page_size", "weight_version", "salt", "host_layout")
+_HOPELESS = (CapacityError, BusyError)
+
+
+class RankSlots(NamedTuple):
+    """Device slots of one pool, and the pages that belong there: of each, tokens `first` to `last - 1`."""
+
+    pool: str
+    slots: list[int]
+    digests: list[bytes]
+    first: int = 0
+    last: int | None = None
+
+
+class RankMirror:
+    """An engine over all ranks: the leader serves requests, and every follower runs the same forwards."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        cache: HybridCache,
+        workers: Sequence[RankWorker],
+        devices: Sequence[EmulatedDevice],
+        chance: random.Random,
+        page_tokens: PageTokens | None = None,
+    ) -> None:
+        """`page_tokens`: prefixes may end inside a page."""
+        self._page_tokens = page_tokens
+        self.cache = cache
+        self.group = group
+        self.violations: list[str] = []
+        self.workers = workers
+        self._chance = chance
+        self._ranks: tuple[HybridCache | RankWorker, ...] = (cache, *workers)
+        self._known: dict[str, list[ByteOracle]] = {}
+        self._streams = [device.stream("compute") for device in devices]
+        self._turn = asyncio.Lock()
+
+    @property
+    def weights(self) -> str:
+        """The weights that the model has now."""
+        return self.cache.config.weight_version or ""
+
+    def oracles(self, weights: str) -> list[ByteOracle]:
+        """What every rank computes with some weights, by rank."""
+        if weights not in self._known:
+            self._known[weights] = [
+                ByteOracle(
+                    one.spec,
+                    self._tensors(rank),
+                    partial(_identity, weights, one.spec, rank),
+                    self._page_tokens,
+                )
+                for rank, one in enumerate(self._ranks)
+            ]
+        return self._known[weights]
+
+    def _tensors(self, rank: int) -> Callable[[str, str], torch.Tensor]:
+        """Returns the device memory of a rank, by pool and tensor."""
+        return self._ranks[rank].device_tensor
+
+    async def update_weights(self, version: str) -> None:
+        """Go on with other weights, between two forwards."""
+        async with self._turn:
+            with suppress(StorageError):  # the cache goes on without storage
+                await self.cache.update_weights(version)
+
+    async def serve(self, tokens: Sequence[int], *, durable: bool = False) -> tuple[int, int]:
+        """Serve a prompt; returns the tokens of its hit, and how many are in storage then, as `durable` has
+        promised, under the weights that the model has in the end."""
+        request = self.cache.request(tokens)
+        try:
+            await request.__aenter__()
+            await request.prefetch()
+            await request.admit()
+            ticket, weights = request.load(), self.weights
+            hit = request.hit.tokens
+            await request.reserve(len(tokens) - request.reserved)
+            reads, writes = self._read_and_written(request, tokens, hit)
+            await self._forward(ticket, self.oracles(weights), reads, writes)
+            final = self._page_tokens is not None and self._chance.random() < 0.6
+            await request.checkpoint(len(tokens), after=self._streams[0], final=final)
+            # Without a free slot for its state, a prefix is published that no prompt can go on from.
+            promised = durable and await request.durable()
+            return hit, resumable_tokens(request, self.cache.spec.page_size) if promised else 0
+        finally:
+            request.close(after=self._streams[0])
+
+    def _read_and_written(
+        self, request: Request, tokens: Sequence[int], hit: int
+    ) -> tuple[list[RankSlots], list[RankSlots]]:
+        """The slots that the forward of a request reads, and those that it writes."""
+        size, end = self.cache.spec.page_size, len(tokens)
+        if self._page_tokens is None:
+            end -= end % size
+        else:
+            self._page_tokens.note(token_array(tokens), namespace_seed(None))
+        reads = [*self._pages(request, tokens, 0, hit), *self._states(request, tokens, hit)]
+        writes = self._pages(request, tokens, hit, end) if end > hit else []
+        return reads, [*writes, *self._states(request, tokens, end if len(tokens) == end else 0)]
+
+    def _pages(self, request: Request, tokens: Sequence[int], begin: int, end: int) -> list[RankSlots]:
+        """The slots of the tokens `begin` to `end - 1` of a request."""
+        found, size, digests = [], self.cache.spec.page_size, self._digests(tokens)
+        for pool in self.cache.spec.pools:
+            if pool.per_token:
+                behind = request.first_page(pool.name)
+                slots = request.pages(pool.name)
+                for page, first, last in _parts(max(begin, behind * size), end, size):
+                    digest = digests[page] if last == size else self._digest(tokens, page * size + last)
+                    found.append(RankSlots(pool.name, [slots[page - behind]], [digest], first, last))
+        return found
+
+    def _states(self, request: Request, tokens: Sequence[int], length: int) -> list[RankSlots]:
+        """The slots of a request's states, which are those behind `length` tokens; none if it is 0."""
+        pools = [pool.name for pool in self.cache.spec.pools if not pool.per_token and length]
+        return [RankSlots(name, [request.state(name)], [self._digest(tokens, length)]) for name in pools]
+
+    def _digest(self, tokens: Sequence[int], length: int) -> bytes:
+        """What identifies the page that ends at a length, and the states there."""
+        words = token_array(tokens[:length])
+        if length % self.cache.spec.page_size:
+            return page_digests(words, 1, namespace_seed(None))[-1]
+        return page_digests(words, self.cache.spec.page_size, namespace_seed(None))[-1]
+
+    def _digests(self, tokens: Sequence[int]) -> Sequence[bytes]:
+        return page_digests(token_array(tokens), self.cache.spec.page_size, namespace_seed(None))
+
+    async def _forward(
+        self,
+        ticket: Ticket,
+        oracles: Sequence[ByteOracle],
+        reads: Sequence[RankSlots],
+        writes: Sequence[RankSlots],
+    ) -> None:
+        async with self._turn:  # steps have an order; within one, ranks are not in step
+            step = self.group.mark()
+            with suppress(TransferError):
+                await ticket.submitted()
+            ticket.fence(self.cache.spec.layers - 1).wait_on(self._streams[0])
+            self._launch(0, oracles[0], reads, writes)
+            if self.group.failure is None:
+                every = [
+                    self._follow(rank, step, oracles[rank], reads, writes) for rank in range(1, len(oracles))
+                ]
+                await asyncio.gather(*every)
+
+    async def _follow(
+        self,
+        rank: int,
+        step: int,
+        oracle: ByteOracle,
+        reads: Sequence[RankSlots],
+        writes: Sequence[RankSlots],
+    ) -> None:
+        worker = self.workers[rank - 1]
+        await asyncio.sleep(self._chance.expovariate(5e3))
+        with suppress(RankError, TransferError):  # the group has failed; nothing it computes is used
+            async with worker.forward(step, self._streams[rank]) as applied:
+                await applied.submitted()
+                applied.wait_on(self._streams[rank], self.cache.spec.layers - 1)
+                self._launch(rank, oracle, reads, writes)
+                if self._chance.random() < 0.3:
+                    await asyncio.sleep(self._chance.expovariate(5e3))
+
+    def _launch(
+        self, rank: int, oracle: ByteOracle, reads: Sequence[RankSlots], writes: Sequence[RankSlots]
+    ) -> None:
+        def run() -> None:
+            for part in reads:
+                wrong = oracle.count_wrong(*part)
+                if wrong and self.group.failure is None:
+                    self.violations.append(f"rank {rank} has {wrong} wrong pages of {part.pool}")
+            for part in writes:
+                oracle.write(*part)
+
+        self._streams[rank].launch(run)
+
+
+class PagedRankMirror(RankMirror):
+    """The same with engines that own their device memory: on every rank, the pages that the leader's engine
+    names."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        cache: HybridCache,
+        workers: Sequence[RankWorker],
+        devices: Sequence[EmulatedDevice],
+        chance: random.Random,
+        memories: Sequence[PagedMemory],
+    ) -> None:
+        super().__init__(group, cache, workers, devices, chance)
+        self._memories = memories
+        self._blocks = ChaosBlocks(cache.spec, memories[0])
+        self._used = [False] * len(memories)
+
+    def _tensors(self, rank: int) -> Callable[[str, str], torch.Tensor]:
+        return self._memories[rank].tensor
+
+    async def serve(self, tokens: Sequence[int], *, durable: bool = False) -> tuple[int, int]:
+        size, tickets = self.cache.spec.page_size, []
+        async with self.cache.request(tokens) as request:
+            await request.prefetch()
+            tables = self._blocks.take(len(tokens))
+            try:
+                self._poison(tables)
+                whole = request.hit.tokens // size
+                into = self._blocks.named(tables, whole, whole)
+                tickets.append(request.load(into=into, after=self._streams[0]))
+                hit, oracles = request.hit.tokens, self.oracles(self.weights)
+                reads, writes = self._paged(tables, tokens, hit // size)
+                await self._forward(tickets[0], oracles, reads, writes)
+                pages = self._blocks.named(tables, len(tokens) // size, hit // size)
+                tickets.append(request.checkpoint(len(tokens), pages=pages, after=self._streams[0]))
+                promised = durable and await request.durable() and self._resumable(tokens)
+                return hit, len(tokens) // size * size if promised else 0
+            finally:
+                self._blocks.leave(tables, tickets)
+
+    def _poison(self, tables: Mapping[str, list[int]]) -> None:
+        """Write what belongs in no page, behind all that has run on each rank: loads run after it, except the
+        first ones of a rank, which knows no stream yet."""
+        for rank, stream in enumerate(self._streams):
+            if self._used[rank]:
+                for pool in self.cache.spec.pools:
+                    pages = tables[pool.slots_of or pool.name]
+                    write = self._memories[rank].oracle.write
+                    stream.launch(partial(write, pool.name, pages, [GARBAGE] * len(pages)))
+
+    def _launch(
+        self, rank: int, oracle: ByteOracle, reads: Sequence[RankSlots], writes: Sequence[RankSlots]
+    ) -> None:
+        self._used[rank] = True
+        super()._launch(rank, oracle, reads, writes)
+
+    def _paged(
+        self, tables: Mapping[str, list[int]], tokens: Sequence[int], known: int
+    ) -> tuple[list[RankSlots], list[RankSlots]]:
+        """What a forward reads and writes: `known` pages are there."""
+        size, digests = self.cache.spec.page_size, self._digests(tokens)
+        last, reads, writes = len(tokens) // size, [], []
+        for pool in self.cache.spec.pools:
+            table = tables[pool.slots_of or pool.name]
+            if pool.per_token:
+                first = max(known - (pool.coverage.pages or known), 0)
+                reads.append(RankSlots(pool.name, table[first:known], list(digests[first:known])))
+                writes.append(RankSlots(pool.name, table[known:last], list(digests[known:last])))
+            else:
+                reads += [RankSlots(pool.name, table, [digests[known - 1]])] if known else []
+                state = GARBAGE if len(tokens) % size else digests[last - 1]
+                writes.append(RankSlots(pool.name, table, [state]))
+        return reads, writes
+
+    def _resumable(self, tokens: Sequence[int]) -> bool:
+        """Whether memory has all that a later prompt needs to go on at the end of these tokens."""
+        tree = self.cache._controller.planner.state.tree  # noqa: SLF001 - the harness looks inside
+        pages = len(tokens) // self.cache.spec.page_size
+        node = tree.known_end(token_array(tokens), namespace_seed(None), pages)
+        return node.end == pages and tree.restorable(node)
+
+
+def _identity(weights: str, spec: ModelSpec, rank: int, pool: str) -> str:
+    """What distinguishes a rank's bytes: ranks with the same part of a pool have the same."""
+    part = spec.pool(pool)
+    return f"weights {weights}, shard {part.shard or (rank if part.writes and not part.replicated else 0)}/"
+
+
+def _parts(begin: int, end: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """The pages of the tokens `begin` to `end - 1`; of each, the first of its tokens, and the end of them."""
+    while begin < end:
+        page, first = divmod(begin, size)
+        last = min(size, end - page * size)
+        yield page, first, last
+        begin = page * size + last
+
+
+@dataclass(frozen=True, slots=True)
+class RankScript:
+    """One run: a group's ranks, its lives, and what goes wrong.
+
+    Attributes:
+        seed: replays the run.
+        ranks: ranks of each group, the leader included.
+        pools: pools of the model.
+        replicated: those whose bytes are the same on every rank. The ranks have one storage if there are
+            any, else each its own.
+        share_host: whether these lie once in host memory for all ranks.
+        slots: by pool, (device, host) slots of each rank, drawn per rank; the least of all is agreed.
+        wire: mean seconds of a message's way.
+        lives: how many groups follow each other over the same storage.
+        clients, turns: clients of each life, and the prompts of each.
+        rates: storage faults of each rank.
+        calm: the last life has no storage faults, and asks for what was promised before.
+        forgets: between lives, the rank whose storage loses half of its pages; -1 for none.
+        lost: in the last life, the rank that is lost; 0 for none.
+        how: how it is lost: "closed", "silent" or "damaged".
+        updates: how often the weights change in each life.
+        write_policy: of the cache.
+        misfit: in what the last rank differs from the others when it first tries to join; empty: in nothing.
+        paged: engines own the device memory.
+        tails: prefixes may end inside a page.
+    """
+
+    seed: int
+    ranks: int
+    pools: tuple[str, ...]
+    replicated: tuple[str, ...]
+    share_host: bool
+    slots: tuple[Mapping[str, tuple[int, int]], ...]
+    wire: float
+    lives: int
+    clients: int
+    turns: int
+    rates: tuple[FaultRates, ...]
+    calm: bool
+    forgets: int
+    lost: int
+    how: str
+    updates: int
+    write_policy: WritePolicy
+    misfit: str
+    paged: bool = False
+    tails: bool = False
+
+
+def draw_rank_script(seed: int) -> RankScript:
+    chance = random.Random(f"ranks {seed}")
+    count = chance.choice((2, 2, 3, 3, 4))
+    pools = chance.choice(_FAMILIES)
+    lost = chance.randrange(1, count) if chance.random() < 0.2 else 0
+    faulty = chance.random() < 0.5
+    replicated = tuple(name for name in pools if name != "mamba") if chance.random() < 0.4 else ()
+    script = RankScript(
+        seed,
+        count,
+        pools,
+        replicated[-1:] if chance.random() < 0.3 else replicated,
+        chance.random() < 0.8,
+        tuple({name: _sizes(chance, name) for name in pools if name != "dsa"} for _ in range(count)),
+        wire=chance.choice((1e-5, 1e-4, 1e-3)),
+        lives=chance.choice((1, 2, 3, 4)),
+        clients=chance.randrange(1, 6),
+        turns=chance.randrange(1, 5),
+        rates=tuple(_rates(chance) if faulty else FaultRates() for _ in range(count)),
+        calm=chance.random() < 0.5,
+        forgets=chance.randrange(count) if chance.random() < 0.3 else -1,
+        lost=lost,
+        how=chance.choice(("closed", "silent", "damaged")),
+        updates=chance.choice((1, 2)) if chance.random() < 0.3 else 0,
+        write_policy=chance.choice(tuple(WritePolicy)),
+        misfit=chance.choice(_MISFITS) if chance.random() < 0.1 else "",
+    )
+    if seed % 3 == 1:
+        return _with_engine_memory(script)
+    return replace(script, tails=seed % 3 == 2)
+
+
+def _with_engine_memory(script: RankScript) -> RankScript:
+    """The same for engines that own their device memory; every rank has the pages that the leader names."""
+    chance = random.Random(f"paged ranks {script.seed}")
+    least = {name: min(one[name][0] for one in script.slots) for name in script.slots[0]}
+    slots = ({name: (least[name], host) for name, (_, host) in script.slots[0].items()}, *script.slots[1:])
+    policy = script.write_policy
+    if policy is WritePolicy.WRITE_BACK:
+        policy = WritePolicy.WRITE_THROUGH
+    misfit = script.misfit and chance.choice((*_MISFITS[1:], "device memory", "number of pages"))
+    return replace(script, slots=slots, write_policy=policy, misfit=misfit, paged=True)
+
+
+def _sizes(chance: random.Random, pool: str) -> tuple[int, int]:
+    if pool == "mamba":
+        return chance.randrange(7, 14), chance.randrange(3, 12)
+    return chance.randrange(20, 48), chance.randrange(20, 64)
+
+
+def _rates(chance: random.Random) -> FaultRates:
+    if chance.random() < 0.4:
+        return FaultRates()
+    rate = chance.choice((0.02, 0.1, 0.3))
+    lie = rate / 2 if chance.random() < 0.3 else 0.0
+    return FaultRates(fail=rate, partial=rate, late=rate / 2, hang=rate, lie=lie)
+
+
+@dataclass(slots=True, eq=True)
+class RankReport:
+    """What a run found.
+
+    Attributes:
+        violations: descriptions of what went wrong.
+        requests: requests that were served.
+        tiers: tokens of their hits, by tier.
+        lost: groups that went on cold, on purpose.
+    """
+
+    violations: list[str] = field(default_factory=list)
+    requests: int = 0
+    tiers: Counter[str] = field(default_factory=Counter)
+    lost: int = 0
+
+
+def run_rank_script(script: RankScript) -> RankReport:
+    """Run a script in virtual time."""
+    report, ledger = RankReport(), Ledger()
+    known = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # faults are logged, and they are the point
+    try:
+        with warnings_watched(ledger), collection_watched(ledger):
+            try:
+                run_seeded(script.seed, partial(_lives, script, report), max_steps=MAX_STEPS)
+            except Exception as error:  # noqa: BLE001 - the boundary of a run: whatever ends it is a finding
+                ledger.violations.append(error_text(error))
+            for _ in range(5 if ledger.violations else 1):  # finalizers of a run that did not end leave more
+                gc.collect()  # leaked objects warn now, not during another run
+    finally:
+        logging.disable(known)
+    report.violations += ledger.violations
+    return report
+
+
+async def _lives(script: RankScript, report: RankReport, world: SeededWorld) -> None:
+    stores = [MemoryStore() for _ in range(script.ranks)]
+    if script.replicated:
+        stores = stores[:1] * script.ranks
+    prompts: list[list[int]] = []
+    promised: dict[tuple[str, tuple[int, ...]], int] = {}
+    weights = _WEIGHTS[0]
+    if script.misfit:
+        await _RankLife(script, report, world, stores, prompts, promised, weights).be_refused()
+    for life in range(script.lives):
+        last = life == script.lives - 1
+        one = _RankLife(script, report, world, stores, prompts, promised, weights)
+        weights = await one.run(lose=last and script.lost > 0, last=last)
+        if script.forgets >= 0:
+            _forget(stores[script.forgets], world.random)
+
+
+def _forget(store: MemoryStore, chance: random.Random) -> None:
+    for key in list(store):
+        if chance.random() < 0.5:
+            store.drop(key)
+
+
+def _spec(script: RankScript) -> ModelSpec:
+    spec = synthetic_spec(PAGE, script.pools)
+    pools = [replace(pool, replicated=pool.name in script.replicated) for pool in spec.pools]
+    return replace(spec, pools=tuple(pools))
+
+
+def _misfit(spec: ModelSpec, config: CacheConfig, name: str) -> tuple[ModelSpec, CacheConfig]:
+    """The model and options of a rank that differs in one thing that all must agree on."""
+    if name == "page_size":
+        return replace(spec, page_size=2 * PAGE), config
+    other = HostLayout.LAYER_FIRST if name == "host_layout" else "misfit"
+    return spec, msgspec.structs.replace(config, **{name: other})
+
+
+class _RankLife:
+    """One group, from its forming to its end."""
+
+    def __init__(
+        self,
+        script: RankScript,
+        report: RankReport,
+        world: SeededWorld,
+        stores: Sequence[MemoryStore],
+        prompts: list[list[int]],
+        promised: dict[tuple[str, tuple[int, ...]], int],
+        weights: str,
+    ) -> None:
+        self._script = script
+        self._report = report
+        self._world = world
+        self._stores = stores
+        self._prompts = prompts
+        self._promised = promised
+        self._weights = weights
+        self._spec = _spec(script)
+        self._links: dict[int, DelayedLink] = {}
+        self._faults: list[Faulty] = []
+        self._devices: list[EmulatedDevice] = []
+        self._memories: list[PagedMemory] = []
+        self._calm = False
+        self._misfit = ""
+        # Storage that lies about what it has, or loses it, breaks promises that the cache cannot keep.
+        self._honest = script.forgets < 0 and not any(rates.lie for rates in script.rates)
+
+    async def be_refused(self) -> None:
+        """Open with a rank that does not fit: no group may form."""
+        self._misfit, refused = self._script.misfit, False
+        async with AsyncExitStack() as stack:
+            try:
+                await self._open(stack)
+            except* RankError:
+                refused = True
+        if not refused:
+            self._report.violations.append(f"a rank with another {self._misfit} was accepted")
+
+    async def run(self, *, lose: bool, last: bool) -> str:
+        """Live; returns the weights in the end."""
+        self._calm = last and self._script.calm
+        async with AsyncExitStack() as stack:
+            mirror = await self._open(stack)
+            self._report.violations += wrong_sizes(mirror.cache, mirror.workers, self._script.slots)
+            if self._honest and self._calm:
+                await self._ask_promised(mirror)
+            tasks = [
+                asyncio.create_task(self._client(mirror, number)) for number in range(self._script.clients)
+            ]
+            if lose:
+                await asyncio.sleep(self._world.random.expovariate(200))
+                self._lose()
+            await asyncio.gather(*tasks, self._release(), self._update(mirror), self._verify(mirror))
+            await self._settle(mirror, lose=lose)
+            self._report.violations += mirror.violations
+            served = mirror.cache.statistics().served.hit_tokens
+            self._report.tiers += Counter({str(tier): count for tier, count in served.items()})
+            await mirror.cache.aclose()  # the leader goes first, else its followers count as lost
+            await mirror.group.aclose()
+            return mirror.weights
+
+    async def _update(self, mirror: RankMirror) -> None:
+        for _ in range(self._script.updates):
+            await asyncio.sleep(self._world.random.expovariate(5))
+            later = _WEIGHTS[1 - _WEIGHTS.index(mirror.weights)]  # pages of the first are in storage still
+            await mirror.update_weights(later)
+
+    async def _verify(self, mirror: RankMirror) -> None:
+        """What the ranks do agrees at any time."""
+        chance = random.Random(f"{self._script.seed} verify")
+        for _ in range(12):
+            await asyncio.sleep(chance.expovariate(6))
+            found = await mirror.cache.verify_ranks()
+            if mirror.group.failure is None:
+                self._report.violations += found
+
+    async def _open(self, stack: AsyncExitStack) -> RankMirror:
+        script, world = self._script, self._world
+        self._devices = [
+            world.device(mean_seconds=world.random.choice((1e-5, 1e-4, 1e-3))) for _ in range(script.ranks)
+        ]
+        self._faults = [
+            Faulty(
+                MemoryBackend(store), FaultRates() if self._calm else rates, world.random, late_seconds=1.0
+            )
+            for store, rates in zip(self._stores, script.rates, strict=True)
+        ]
+        if script.paged:
+            # The mirror writes garbage on its streams: at once, it would hit what a forward still reads.
+            self._memories = [PagedMemory(self._spec, pages, poison=False) for pages in self._pages()]
+        group = RankGroup(_TOKEN, LIMITS, share_host=script.share_host)
+        stack.push_async_callback(group.aclose)
+        joined: dict[int, RankWorker] = {}
+        async with asyncio.TaskGroup() as forming:
+            for rank in range(1, script.ranks):
+                here, self._links[rank] = DelayedLink.pair(world.random, script.wire)
+                forming.create_task(group.admit(here))
+                forming.create_task(self._follow(stack, rank, joined))
+            opening = HybridCache.open(
+                self._spec,
+                self._config(0),
+                storage=self._faults[0],
+                port=world.port,
+                device=self._devices[0],
+                engine=self._memories[0].memory if script.paged else None,
+                group=group,
+            )
+            cache = await stack.enter_async_context(opening)
+        workers = [joined[rank] for rank in sorted(joined)]
+        if script.paged:
+            return PagedRankMirror(group, cache, workers, self._devices, world.random, self._memories)
+        page_tokens = PageTokens(PAGE) if cache.tails else None
+        return RankMirror(group, cache, workers, self._devices, world.random, page_tokens)
+
+    def _pages(self) -> Iterator[dict[str, int]]:
+        """By rank, the pages of its engine; of the last rank too few, if that is its misfit."""
+        for rank, slots in enumerate(self._script.slots):
+            short = rank == self._script.ranks - 1 and self._misfit == "number of pages"
+            yield {name: 1 if short else device for name, (device, _) in slots.items()}
+
+    async def _follow(self, stack: AsyncExitStack, rank: int, joined: dict[int, RankWorker]) -> None:
+        spec, config = self._spec, self._config(rank)
+        engine = self._memories[rank].memory if self._script.paged else None
+        if rank == self._script.ranks - 1 and self._misfit == "device memory":
+            engine, config = None, self._config(rank, paged=False)
+        elif rank == self._script.ranks - 1 and self._misfit in _MISFITS:
+            spec, config = _misfit(spec, config, self._misfit)
+        joining = RankWorker.join(
+            spec,
+            config,
+            "unix:of-a-test",
+            _TOKEN,
+            limits=LIMITS,
+            storage=self._faults[rank],
+            port=self._world.port,
+            device=self._devices[rank],
+            engine=engine,
+            link=self._links[rank],
+        )
+        joined[rank] = await stack.enter_async_context(joining)
+
+    def _config(self, rank: int, *, paged: bool | None = None) -> CacheConfig:
+        slots = self._script.slots[rank]
+        paged = self._script.paged if paged is None else paged
+        return CacheConfig(
+            device_slots={} if paged else {name: device for name, (device, _) in slots.items()},
+            host_slots={name: host for name, (_, host) in slots.items()},
+            prefetch=PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE),
+            storage_limits=PoolLimits(deadline=0.2, cooldown=0.05, closing=0.1),
+            write_policy=self._script.write_policy,
+            tails=self._script.tails,
+            weight_version=self._weights,
+            rank=rank,
+            ranks=self._script.ranks,
+            close_seconds=0.5,
+        )
+
+    async def _release(self) -> None:
+        """Let hanging storage calls go on, long after their deadline, while others are served."""
+        for _ in range(8):
+            await asyncio.sleep(self._world.random.expovariate(3))
+            for faults in self._faults:
+                faults.release()
+
+    def _lose(self) -> None:
+        link = self._links[self._script.lost]
+        if self._script.how == "closed":
+            link.close()
+        elif self._script.how == "silent":
+            link.send = lambda data: None  # type: ignore[method-assign]
+        else:
+            link.spoil = lambda data: bytes([*data[:-1], data[-1] ^ 1])
+
+    async def _ask_promised(self, mirror: RankMirror) -> None:
+        """What `durable()` has promised in an earlier life is there, if no storage fails."""
+        of_these = [
+            (prompt, length)
+            for (weights, prompt), length in self._promised.items()
+            if weights == self._weights
+        ]
+        for prompt, length in of_these[-2:]:
+            await mirror.cache.drain()  # copies of the prompt before lock host slots that this one may need
+            with suppress(*_HOPELESS):
+                async with mirror.cache.request([*prompt, 1]) as request:
+                    if request.hit.tokens >= PAGE and request.hit.tokens // PAGE == length // PAGE:
+                        length -= length % PAGE  # for a tail alone, storage is not asked
+                hit, _ = await mirror.serve([*prompt, 1])
+                if hit < length:
+                    self._report.violations.append(
+                        f"{hit} of {length} durable tokens are back after a restart"
+                    )
+
+    async def _client(self, mirror: RankMirror, number: int) -> None:
+        chance = random.Random(f"{self._script.seed} {number} {len(self._prompts)}")
+        for _ in range(self._script.turns):
+            if chance.random() < 0.5:
+                await asyncio.sleep(chance.expovariate(10))
+            if self._prompts and chance.random() < 0.7:
+                tokens = list(chance.choice(self._prompts))
+                tokens = tokens[: chance.randrange(1, len(tokens) + 1)]
+            else:
+                tokens = [chance.randrange(3)]
+            tokens += [chance.randrange(1000) for _ in range(chance.randrange(1, 24))]
+            tokens = tokens[:64]
+            if len(tokens) > PAGE and chance.random() < 0.5:
+                tokens = tokens[: len(tokens) // PAGE * PAGE]  # it ends with a state
+            self._prompts.append(tokens)
+            with suppress(*_HOPELESS):
+                _, promised = await mirror.serve(tokens, durable=chance.random() < 0.4)
+                self._report.requests += 1
+                if promised:
+                    self._promised[mirror.weights, tuple(tokens)] = promised
+
+    async def _settle(self, mirror: RankMirror, *, lose: bool) -> None:
+        """Everything ends: no operation is left open, and the caches hold what they should."""
+        for faults in self._faults:
+            faults.rates = FaultRates()
+            faults.release()
+        await asyncio.sleep(2.0)
+        if lose:
+            await asyncio.sleep(2 * LIMITS.silence)
+        failure = mirror.group.failure
+        if (failure is None) == lose and not (lose and self._script.how == "damaged"):
+            self._report.violations.append(f"the group's failure is {failure!r}, lost on purpose: {lose}")
+        self._report.lost += failure is not None
+        await mirror.cache.drain()
+        if failure is None:
+            self._report.violations += await mirror.cache.verify_ranks(idle=not self._may_leak())
+            open_operations = len(mirror.group.leader)
+            if open_operations:
+                self._report.violations.append(f"{open_operations} operations of ranks are still open")
+            if not self._script.updates and not any(rates.lie for rates in self._script.rates):
+                self._report.violations += wrongly_marked(mirror.cache, self._stores)
+
+    def _may_leak(self) -> bool:
+        """Whether slots may be lost for good: to a storage call that had not ended when storage was closed,
+        to be opened again under other weights."""
+        return bool(self._script.updates and any(one.hang or one.late for one in self._script.rates))
+
+
+@dataclass(slots=True, eq=False)
+class RankFindings:
+    """Totals of a search.
+
+    Attributes:
+        seeds: seeds run.
+        violations: by seed, descriptions of what went wrong.
+        requests: requests that were served.
+        tiers: tokens of their hits, by tier.
+        lost: groups that went on cold, on purpose.
+        cpu_seconds: processor time.
+    """
+
+    seeds: int = 0
+    violations: dict[int, list[str]] = field(default_factory=dict)
+    requests: int = 0
+    tiers: Counter[str] = field(default_factory=Counter)
+    lost: int = 0
+    cpu_seconds: float = 0.0
+
+    def add(self, seed: int, report: RankReport) -> None:
+        self.seeds += 1
+        if report.violations:
+            self.violations[seed] = report.violations
+        self.requests += report.requests
+        self.tiers += report.tiers
+        self.lost += report.lost
+
+    def merge(self, other: RankFindings) -> None:
+        self.seeds += other.seeds
+        self.violations |= other.violations
+        self.requests += other.requests
+        self.tiers += other.tiers
+        self.lost += other.lost
+        self.cpu_seconds += other.cpu_seconds
+
+
+def run_rank_seeds(seeds: Sequence[int]) -> RankFindings:
+    """Run some seeds, one after the other."""
+    found, started = RankFindings(), time.process_time()
+    with quick_collection():
+        for seed in seeds:
+            found.add(seed, run_rank_script(draw_rank_script(seed)))
+    found.cpu_seconds = time.process_time() - started
+    return found
+
+
+def search_ranks(
+    seeds: Sequence[int], jobs: int, advance: Callable[[int, int], object] = lambda done, of: None
+) -> RankFindings:
+    """Run many seeds.
+
+    Args:
+        seeds: the seeds to run.
+        jobs: number of processes; 1 runs them in this process.
+        advance: called with the number of finished seeds and the total.
+    """
+    batches = [seeds[start : start + BATCH] for start in range(0, len(seeds), BATCH)]
+    found = RankFindings()
+    for some in carry_out(run_rank_seeds, batches, jobs):
+        found.merge(some)
+        advance(found.seeds, len(seeds))
+    return found
