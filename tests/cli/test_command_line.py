@@ -189,7 +189,7 @@ def test_help_shows_every_default(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    for command in commands.COMMANDS:
+    for command in commands.find_commands():
         with pytest.raises(SystemExit):
             main([*command.path, "--help"])
         shown = capsys.readouterr().out
@@ -203,8 +203,8 @@ def test_help_shows_every_default(
 
 
 def test_every_command_takes_json_and_seed() -> None:
-    parser = build_parser()
-    for command in commands.COMMANDS:
+    parser = build_parser(commands.find_commands())
+    for command in commands.find_commands():
         words = ["word" for setting in flags_of(command.options) if setting.positional]
         values = parser.parse_args([*command.path, *words, "--json", "-", "--seed", "7"])
         assert (values.json, values.seed) == ("-", 7)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from asynchicache.cli import demo, serve
-from asynchicache.cli.commands import COMMANDS, Command
+from asynchicache.cli import serve
+from asynchicache.cli.commands import Command, find_commands
 from asynchicache.cli.main import main
 from asynchicache.cli.output import Output
 from asynchicache.integrations.serve.api import RequestCounts
@@ -28,6 +28,7 @@ from asynchicache_lab.bench.soak.report import SoakReport
 from asynchicache_lab.bench.soak.samples import ProcessSample
 from asynchicache_lab.bench.soak.traffic import Models, SoakCounters, soak_spec
 from asynchicache_lab.bench.transfer import TransferReport, TransferRow
+from asynchicache_lab.cli import demo
 
 TRACE = Path(__file__).parents[1] / "data" / "traces" / "claude_code_weka_16_sessions.jsonl.gz"
 RUN: dict[tuple[str, ...], dict[str, object]] = {
@@ -79,7 +80,7 @@ def assert_readable(view: RenderableType) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [one for one in COMMANDS if one.path in RUN], ids=lambda one: " ".join(one.path)
+    "command", [one for one in find_commands() if one.path in RUN], ids=lambda one: " ".join(one.path)
 )
 def test_a_run_is_readable(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -122,6 +123,7 @@ def replayed() -> RenderableType:
         misses={"mamba": {"device_capacity": many}},
         reasons={},
         problems=[],
+        skipped=10**9,
         seconds=1.0,
     )
     return report.present()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from asynchicache.cli.commands import COMMANDS
+from asynchicache.cli.commands import find_commands
 from asynchicache.options import flags_of
 
+COMMANDS = find_commands()
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 SECTION = re.compile(r"^## `([^`]+)`\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r"^\| `(bench [\w-]+)` \| [^|]+ \| [^|]*`\w+[^|]*\|$", re.MULTILINE)
