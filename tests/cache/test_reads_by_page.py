@@ -303,3 +303,27 @@ def test_a_prefix_longer_than_a_memory_that_pools_share_leaves_room_for_what_end
             assert again.tokens >= hit.tokens
 
     run_seeded(0, main)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@MODELS
+def test_of_a_prompt_longer_than_the_host_storage_gets_what_the_host_holds(
+    spec: ModelSpec, policy: str
+) -> None:
+    async def main(world: SeededWorld) -> None:
+        store = MemoryStore()
+        prompt = LONG[: 40 * PAGE + 1]
+        sizes = roomy(spec, write_policy=policy)
+        small = config(**{**sizes, "host_slots": {pool.name: 12 for pool in spec.owners}})
+        async with world.open_cache(spec, small, storage=MemoryBackend(store)) as cache:
+            async with cache.request(prompt) as request:
+                await request.load()
+                for end in (*request.cuts, len(prompt)) if spec is not ATTENTION else (len(prompt),):
+                    await Engine(cache).compute(request, end)
+                assert not await request.durable()
+            await cache.drain()
+            assert cache.verify(idle=True) == []
+        async with world.open_cache(spec, config(**sizes), storage=MemoryBackend(store)) as cache:
+            assert (await ask(cache, prompt))[0].tokens == 12 * PAGE
+
+    run_seeded(0, main)

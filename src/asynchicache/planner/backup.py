@@ -103,6 +103,7 @@ class BackupPlanner:
             period: the `Activity` period of the work that this follows from. Default: the current period.
         """
         period = self._activity.period if period is None else period
+        self._cut_at_host(node)
         wanted = self._missing(node)
         if not self.urgent:
             return self._copy(node, wanted, period)
@@ -124,6 +125,17 @@ class BackupPlanner:
         for want in wanted:
             counts[place_of(want.component_id, Tier.HOST)] += want.size
         return self._state.has_room(counts)
+
+    def _cut_at_host(self, node: Node) -> None:
+        """Split the path to `node` where the host ends, because a node is copied whole or not at all. With
+        states or windows only a forward that ends there (`Planner.cuts`) makes its beginning of use."""
+        most = self._state.host_pages
+        if not most or self._tree.components:
+            return
+        while node.parent is not None and node.end - node.pages >= most:
+            node = node.parent
+        if node.end > most:
+            self._tree.split(node, most - (node.end - node.pages))
 
     def _missing(self, node: Node) -> list[CopyRequest]:
         """What the path to `node` lacks on the host, of components that have host slots."""
