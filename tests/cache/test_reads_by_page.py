@@ -327,3 +327,20 @@ def test_of_a_prompt_longer_than_the_host_storage_gets_what_the_host_holds(
             assert (await ask(cache, prompt))[0].tokens == 12 * PAGE
 
     run_seeded(0, main)
+
+
+@pytest.mark.parametrize("spec", [ATTENTION, WINDOW, SPEC], ids=["attention", "window", "state"])
+def test_closing_stores_of_each_prompt_longer_than_the_host_what_the_host_holds(spec: ModelSpec) -> None:
+    async def main(world: SeededWorld) -> None:
+        store = MemoryStore()
+        prompts = [list(range(n, n + 40 * PAGE + 1)) for n in (10_000, 20_000, 30_000, 40_000)]
+        sizes = roomy(spec, write_policy="write_back")
+        small = config(**{**sizes, "host_slots": {pool.name: 12 for pool in spec.owners}})
+        async with world.open_cache(spec, small, storage=MemoryBackend(store)) as cache:
+            for prompt in prompts:
+                await Engine(cache).serve(prompt)
+        async with world.open_cache(spec, config(**sizes), storage=MemoryBackend(store)) as cache:
+            for prompt in prompts:
+                assert (await ask(cache, prompt))[0].tokens == 12 * PAGE
+
+    run_seeded(0, main)

@@ -326,8 +326,9 @@ class StorageWriter:
                     return
                 before = self.traffic.stored
                 if not _removed(node):  # it may have made room for another path
-                    with self._awaiting(node):
-                        await self._path_written(node)
+                    part = self._backups.part_on_host(node)
+                    with self._awaiting(part):
+                        await self._path_written(part)
                 written = self._backups.is_stored(node)
                 complete &= written
                 refused = 0 if written or self.traffic.stored > before else refused + 1

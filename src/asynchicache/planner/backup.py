@@ -137,6 +137,13 @@ class BackupPlanner:
         if node.end > most:
             self._tree.split(node, most - (node.end - node.pages))
 
+    def part_on_host(self, node: Node) -> Node:
+        """The end of what the host holds of the path to `node`; the root, if no part of it ends there."""
+        self._cut_at_host(node)
+        while node.parent is not None and node.end > self._state.host_pages:
+            node = node.parent
+        return node
+
     def _missing(self, node: Node) -> list[CopyRequest]:
         """What the path to `node` lacks on the host, of components that have host slots."""
         free = self._state.free
