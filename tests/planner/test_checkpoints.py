@@ -8,6 +8,7 @@ import pytest
 
 from asynchicache.errors import ConfigError
 from asynchicache.planner.checkpoints import CheckpointPolicy
+from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.testing.specs import synthetic_spec
@@ -16,9 +17,9 @@ PAGE = 4
 SLOTS = {"kv": (64, 0), "mamba": (16, 0)}
 
 
-def serve(planner: Planner, tokens: list[int]) -> tuple[int, tuple[int, ...]]:
+def serve(planner: Planner, tokens: list[int], hint: CacheHint = NO_HINT) -> tuple[int, tuple[int, ...]]:
     """Prefill one prompt and publish it at every cut; pages restored, and the cuts."""
-    request = planner.open(array("q", tokens), b"")
+    request = planner.open(array("q", tokens), b"", hint=hint)
     settle(planner, request, None)
     planner.extend(request, len(tokens) - request.reserved)
     cuts = planner.cuts(request)
@@ -85,10 +86,10 @@ def test_prompts_with_a_common_beginning_hit_from_the_third_on():
 
 
 @pytest.mark.parametrize(("length", "cuts"), [(7, (4,)), (8, (4, 8)), (9, (8,))])
-def test_a_prompt_that_is_asked_again_hits_its_pages(length: int, cuts: tuple[int, ...]):
+def test_a_prompt_that_will_be_repeated_whole_hits_its_pages(length: int, cuts: tuple[int, ...]):
     """Its last token is computed again, so a state at the end of all its pages is none for it."""
     planner = Planner(synthetic_spec(PAGE), SLOTS)
-    assert serve(planner, list(range(length))) == (0, cuts)
+    assert serve(planner, list(range(length)), CacheHint(repeats=(length,))) == (0, cuts)
     assert serve(planner, list(range(length)))[0] == (length - 1) // PAGE
 
 

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 
 from asynchicache.planner.actions import Copy, StorageWrite, StoredSpan
 from asynchicache.planner.activity import Activity
@@ -90,10 +91,9 @@ class BackupPlanner:
         lately, as asked for twice. They were not hit, because they or their states had been evicted."""
         if self._state.write_policy is not WritePolicy.WRITE_THROUGH_SELECTIVE:
             return
-        node = self._tree.known_end(request.tokens, request.seed, min(pages, request.known_pages))
-        while node.parent is not None and node.hits < _SELECTIVE_HITS:
+        end = self._tree.known_end(request.tokens, request.seed, min(pages, request.known_pages))
+        for node in takewhile(lambda one: one.hits < _SELECTIVE_HITS, end.path()):
             node.hits = _SELECTIVE_HITS
-            node = node.parent
 
     def backup(self, node: Node, *, period: int | None = None) -> list[Copy]:
         """Copy to the host what the path to `node` has only on the device, as far as there is room.
@@ -279,13 +279,9 @@ class BackupPlanner:
     def store(self, node: Node) -> StorageWrite | None:
         """Begin a write of what the path to `node` has on the host and not in storage; None if nothing."""
         work = StorageWrite(self.forgotten)
-        path = []
-        while node.parent is not None:
-            path.append(node)
-            node = node.parent
         if not self._state.tree.is_current(node):
             return None  # its pages are of weights whose keys are not in use any more
-        for below in reversed(path):
+        for below in reversed([*node.path()]):
             if below.tail and not below.hits:
                 break  # the end of a prompt, of which no request has gone on yet: its answer follows it
             for component_id in range(len(self._state.names)):
@@ -328,11 +324,7 @@ class BackupPlanner:
     def in_flight(self, node: Node) -> bool:
         """Whether a copy or write in flight brings part of the path to `node` closer to storage."""
         storing = self.storing().union(self.preparing)
-        while node.parent is not None:
-            if node in storing or (~node.stored and self._is_moving(node)):
-                return True
-            node = node.parent
-        return False
+        return any(part in storing or (~part.stored and self._is_moving(part)) for part in node.path())
 
     def _is_moving(self, node: Node) -> bool:
         """Whether a component of `node` that is not stored is being copied to the host, or is still arriving
@@ -405,7 +397,7 @@ class BackupPlanner:
         seen: set[tuple[Node, int]] = set()
         newest: dict[int, list[bytes]] = {}
         for end in reversed(list(ends)):
-            parts = {FULL: _path(end)}
+            parts = {FULL: [*end.path()]}
             for component in self._tree.components:
                 parts[component.id] = list(component.keeps(end)) if end.parent is not None else []
             for component_id, nodes in parts.items():
@@ -435,7 +427,7 @@ class BackupPlanner:
         kept = {
             window.id: {part for end in ends for part in window.keeps(end)} for window in self._tree.windows
         }
-        parts = _path(node)
+        parts = [*node.path()]
         marked: dict[int, Sequence[int]] = {FULL: range(parts[0].end if parts else 0)}
         for component in self._tree.components:
             pages = [
@@ -463,7 +455,7 @@ class BackupPlanner:
         """
         storing = self.storing().union(written)
         lost = [page for page, there in answers.items() if not there]
-        for part in _path(node):
+        for part in node.path():
             begin = part.end - (part.pages if component_id not in self._states else 1)
             if part not in storing and bisect_left(lost, begin) < bisect_left(lost, part.end):
                 part.stored &= ~(1 << component_id)
@@ -526,7 +518,7 @@ class BackupPlanner:
     def _count_failure(self, work: StorageWrite) -> None:
         nodes = {node for mark in work.marks for node in mark.nodes()}
         # A write that goes beyond an urgent path may have failed for what lies there.
-        self.failures.update(end for end in set(self.urgent) if nodes.issubset(_path(end)))
+        self.failures.update(end for end in set(self.urgent) if nodes.issubset(end.path()))
 
     def finish(self, work: StorageWrite) -> None:
         """Release the locks of a write: the engine no longer reads its slots."""
@@ -539,12 +531,3 @@ def _is_stored(want: CopyRequest) -> bool:
 
 def _worth(node: Node) -> float:
     return node.worth[FULL]
-
-
-def _path(node: Node) -> list[Node]:
-    """The nodes from `node` up to, and without, the root."""
-    found = []
-    while node.parent is not None:
-        found.append(node)
-        node = node.parent
-    return found

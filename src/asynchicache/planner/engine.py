@@ -15,7 +15,7 @@ from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.tree import copies
-from asynchicache.tree.components import WindowComponent, nodes_from
+from asynchicache.tree.components import WindowComponent
 from asynchicache.tree.copies import CopyRequest
 from asynchicache.tree.node import ABSENT, FULL, FULL_HOST, Locks, Node, place_of
 from asynchicache.types import Direction, MissReason, PoolTransfer, Tier
@@ -123,7 +123,7 @@ class EnginePlanner:
         """By page number from `first` on, the host slots of a component that a prefix ending at `node` needs;
         and their nodes. Of full pages the last node suffices: it keeps those above."""
         if component_id == FULL:
-            parts = _path(node, first)
+            parts = [*node.path(first)]
             return _slots_of(parts, FULL), parts[:1]
         component = self._tree.components[component_id - 1]
         if not component.paged:
@@ -230,10 +230,10 @@ class EnginePlanner:
             end = tree.add_child(above, key)
             for window in tree.windows if stop == pages else ():
                 tree.cut_window(end, self._begin(window, end, numbers))
-            for part in _path(end, above.end):
+            for part in end.path(above.end):
                 part.hits = 1
         self._backups.count_seen(request, stop)
-        parts = _path(end, above.end)[::-1]
+        parts = [*end.path(above.end)][::-1]
         return end, [(CopyRequest(part, FULL), state.free[FULL_HOST].allocate(part.pages)) for part in parts]
 
     def _others(
@@ -246,7 +246,7 @@ class EnginePlanner:
             self._tree.cut_window(end, begin)
         for component in self._tree.components:
             place, named = place_of(component.id, Tier.HOST), numbers.get(self._state.names[component.id], {})
-            parts = list(nodes_from(end, begins.get(component.id, end.end - 1)))
+            parts = [*end.path(begins.get(component.id, end.end - 1))]
             missing = [part for part in parts if part.residency[place] == ABSENT]
             if not all(page in named for part in missing for page in _pages(part, component.paged)):
                 continue  # a window with a gap is useless
@@ -298,15 +298,6 @@ class EnginePlanner:
 def miss_all(request: RequestState) -> None:
     """Mark a request as one that gets nothing, after a device failure."""
     request.loaded, request.hit_pages, request.reason = True, 0, MissReason.TRANSFER_FAILED
-
-
-def _path(node: Node, first: int) -> list[Node]:
-    """The nodes with pages from number `first` on, of the path to `node`, the last one first."""
-    found = []
-    while node.parent is not None and node.end > first:
-        found.append(node)
-        node = node.parent
-    return found
 
 
 def _pages(part: Node, paged: bool) -> range:

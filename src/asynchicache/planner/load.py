@@ -273,10 +273,9 @@ class LoadPlanner:
             for part in component.needs(node):
                 if part.residency[place] == LOADING:
                     reads += [(name, part.slots_at(place)) for name in self._state.sharing(component.id)]
-        while node.parent is not None:
-            if node.residency[FULL_DEVICE] not in (ABSENT, RESIDENT):
-                reads.append((self._state.names[FULL], node.slots_at(FULL_DEVICE)))
-            node = node.parent
+        for part in node.path():
+            if part.residency[FULL_DEVICE] not in (ABSENT, RESIDENT):
+                reads.append((self._state.names[FULL], part.slots_at(FULL_DEVICE)))
         return reads
 
     def take_states(self, request: RequestState) -> bool:
@@ -300,8 +299,4 @@ def by_place(wanted: Iterable[CopyRequest]) -> dict[SlotPlace, int]:
 
 def _path_slots(node: Node) -> list[int]:
     """Device slots of every page on the path to `node`, in order."""
-    parts = []
-    while node.parent is not None:
-        parts.append(node.slots_at(FULL_DEVICE))
-        node = node.parent
-    return [slot for part in reversed(parts) for slot in part]
+    return [slot for part in reversed([*node.path()]) for slot in part.slots_at(FULL_DEVICE)]

@@ -308,10 +308,10 @@ class Planner:
             ends = {branch, host} if self.checkpoints.branch else set()
             return tuple(sorted(end for end in ends if end > start))
         end = request.prompt // size * size
-        repeated = [self._resumable_end(request, length) for length in request.hint.repeats] or [end]
+        repeated = [self._resumable_end(request, length) for length in request.hint.repeats]
         if (
             request.prompt in repeated
-        ):  # the same prompt computes its last token again: it needs another state
+        ):  # asked again, its last token is computed again: it needs another state
             repeated.append((request.prompt - 1) // size * size)
         cuts = self.checkpoints.cuts(start, end, branch, repeated)
         return tuple(sorted({*cuts, host})) if host > start else cuts

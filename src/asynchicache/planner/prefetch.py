@@ -108,7 +108,7 @@ class PrefetchPlanner:
         tip = self._tip(tokens, match.node, match.full_pages)
         ahead = self._tree.child(tip, tokens) if tip.end == match.full_pages < pages else None
         return any(
-            SAVING in node.residency for node in (*_path(tip), *([ahead] if ahead is not None else []))
+            SAVING in node.residency for node in (*tip.path(), *([ahead] if ahead is not None else []))
         )
 
     def tail_digests(
@@ -192,7 +192,7 @@ class PrefetchPlanner:
         resident = {
             component.id: bytearray(max(memory_pages, tip.end)) for component in self._tree.components
         }
-        for node in _path(tip) if resident else ():
+        for node in tip.path() if resident else ():
             for component in self._tree.components:
                 if component.nearest(node) is not None:
                     count = node.pages if component.paged else 1
@@ -281,6 +281,7 @@ class PrefetchPlanner:
         reason = MissReason.HOST_CAPACITY if target < reach else reason
         if target <= query.matched_pages:
             return ReadPlan(None, reason, [], full, limit, reach)
+        self._lock_dependencies(query, target)  # the room for its pages must not come from what else it needs
         on_host, backups = self._ensure_ancestors_on_host(query)
         if not on_host:
             return ReadPlan(None, MissReason.HOST_CAPACITY, backups, full, limit, reach)
@@ -502,7 +503,7 @@ class PrefetchPlanner:
         if reading not in self.in_flight:
             return []
         _, backups = self._insert_arrived(reading)
-        self._lock_dependencies(reading)  # for what still follows
+        self._lock_dependencies(reading.query, reading.target)  # for what still follows
         return backups
 
     def ready(self) -> list[ReadResult]:
@@ -547,20 +548,15 @@ class PrefetchPlanner:
         del self._begun[read.key]
         self._state.free[place_of(read.key[0], Tier.HOST)].release([read.slot])
 
-    def _lock_dependencies(self, reading: Reading) -> None:
-        """Lock all that is in memory now of what the prefix of a reading needs."""
-        query = reading.query
-        match = self._tree.match(query.tokens, query.seed, limit=reading.target)
+    def _lock_dependencies(self, query: StorageQuery, target: int) -> None:
+        """Lock all that is in memory now of what a prefix of `target` pages needs."""
+        match = self._tree.match(query.tokens, query.seed, limit=target)
         tip = self._tip(query.tokens, match.node, match.full_pages)
         kept = self._ends(tip)
         for component in self._tree.components:
-            first = self._first_needed(component, query, reading.target)
+            first = self._first_needed(component, query, target)
             node = tip
-            while (
-                node.parent is not None
-                and node.end > first
-                and (component.paged or node.end == reading.target)
-            ):
+            while node.parent is not None and node.end > first and (component.paged or node.end == target):
                 tier = component.nearest(node)
                 if tier is not None:
                     kept += [(node, place_of(component.id, tier)), (node, place_of(FULL, tier))]
@@ -712,7 +708,7 @@ class PrefetchPlanner:
         end."""
         for other in self.in_flight:
             if other is not reading and common_pages(other.query.digests, reading.query.digests):
-                self._lock_dependencies(other)
+                self._lock_dependencies(other.query, other.target)
 
     def _take(self, query: StorageQuery, component: Component, pages: Pages) -> list[int]:
         """Insert a run of pages, or one state; returns the slots that the tree did not take."""
@@ -729,9 +725,8 @@ class PrefetchPlanner:
         return list(refused.values())
 
     def _mark_run_stored(self, node: Node, component_id: int, first: int) -> None:
-        while node.end > first and node.parent is not None:
-            self._mark_stored(node, component_id)
-            node = node.parent
+        for part in node.path(first):
+            self._mark_stored(part, component_id)
 
     def _mark_stored(self, node: Node, component_id: int) -> None:
         """Mark what was read as stored, so that it is not written again."""
@@ -766,18 +761,9 @@ def _drop(pages: list[int], gone: list[int]) -> Collection[int]:
     return dropped
 
 
-def _path(node: Node) -> list[Node]:
-    """The nodes from `node` up to, and without, the root."""
-    found = []
-    while node.parent is not None:
-        found.append(node)
-        node = node.parent
-    return found
-
-
 def _give_digests(end: Node, digests: Sequence[bytes], pages: int) -> None:
     """Set the digests of the nodes on the path to `end` that end at or before `pages`."""
-    for node in _path(end):
+    for node in end.path():
         if node.digests is None and node.end <= pages:
             node.digests = list(digests[node.end - node.pages : node.end])
 
@@ -785,7 +771,7 @@ def _give_digests(end: Node, digests: Sequence[bytes], pages: int) -> None:
 def _known_digests(tip: Node) -> list[bytes]:
     """Digests of the pages up to `tip`, as far as they were computed."""
     digests: list[bytes] = []
-    for node in reversed(_path(tip)):
+    for node in reversed([*tip.path()]):
         if node.digests is None:
             break
         digests += node.digests

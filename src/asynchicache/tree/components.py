@@ -142,17 +142,10 @@ class WindowComponent(_Places):
         return farthest
 
     def needs(self, node: Node) -> Iterator[Node]:
-        return nodes_from(node, self.first(node))
+        return node.path(self.first(node))
 
     def keeps(self, node: Node) -> Iterator[Node]:
-        return nodes_from(node, self.first_kept(node))
-
-
-def nodes_from(node: Node, page: int) -> Iterator[Node]:
-    """The nodes of the path to `node` that have pages from number `page` on, the last one first."""
-    while node.parent is not None and node.end > page:
-        yield node
-        node = node.parent
+        return node.path(self.first_kept(node))
 
 
 def make_component(coverage: Coverage, component_id: int, *, paged: bool) -> Component:

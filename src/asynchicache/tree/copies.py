@@ -105,12 +105,8 @@ def missing_on_host(tree: UnifiedRadixTree, node: Node) -> list[CopyRequest]:
     for component in tree.windows:
         tree.cut_window(node, component.first_kept(node))
     inside = {component.id: set(component.keeps(node)) for component in tree.windows}
-    path: list[Node] = []
-    while node.parent is not None:
-        path.append(node)
-        node = node.parent
     wanted: list[CopyRequest] = []
-    for below in reversed(path):
+    for below in reversed([*node.path()]):
         if below.residency[FULL_HOST] == ABSENT:
             if below.residency[FULL_DEVICE] != RESIDENT:
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, NewType
 
 from asynchicache.types import Residency, Tier
@@ -150,6 +151,14 @@ class Node:
         self.tails = 0
         self.heads: list[bytes] | None = None
         self.serial = 0
+
+    def path(self, first: int = 0) -> Iterator[Node]:
+        """This node and those above it, the last one first, that have pages from number `first` on; without
+        the root. A node may be split while it is at its turn."""
+        node = self
+        while node.parent is not None and node.end > first:
+            yield node
+            node = node.parent
 
     def slots_at(self, place: SlotPlace) -> list[int]:
         """The slots at a place; empty if it has none."""

@@ -954,11 +954,9 @@ class UnifiedRadixTree:
         """Have a lease keep the pages of a window that were taken from page `first` on, those too that its
         end needs no more: the forward that wrote them, or one that reads them, may be in flight."""
         place = place_of(component_id, Tier.DEVICE)
-        node = lease.node
-        while node.end > first and node.parent is not None:
+        for node in lease.node.path(first):
             if node.end - 1 not in refused and (node, place) not in lease.locked:
                 self.lock_for(lease.locked, node, place)
-            node = node.parent
 
     def insert_host(self, node: Node, tokens: array[int], slots: Sequence[int]) -> Inserted:
         """Take pages that storage delivered into host slots, behind `node`.
@@ -1029,16 +1027,15 @@ class UnifiedRadixTree:
         """
         place = place_of(component_id, tier)
         refused: dict[int, int] = {}
-        while node.end > pages.first and node.parent is not None:
-            start = max(node.end - node.pages, pages.first)
-            offered = pages.slots[start - pages.first : node.end - pages.first]
-            if node.residency[place] != ABSENT or node.residency[place_of(FULL, tier)] == ABSENT:
-                refused.update(zip(range(start, node.end), offered, strict=True))
+        for part in node.path(pages.first):
+            start = max(part.end - part.pages, pages.first)
+            offered = pages.slots[start - pages.first : part.end - pages.first]
+            if part.residency[place] != ABSENT or part.residency[place_of(FULL, tier)] == ABSENT:
+                refused.update(zip(range(start, part.end), offered, strict=True))
             else:
-                if len(offered) < node.pages:
-                    self.split(node, node.pages - len(offered))
-                self.fill_slots(node, place, list(offered), RESIDENT)
-            node = node.parent
+                if len(offered) < part.pages:
+                    self.split(part, part.pages - len(offered))
+                self.fill_slots(part, place, list(offered), RESIDENT)
         return refused
 
     def supersede(self, node: Node, component_id: int) -> None:
@@ -1080,11 +1077,9 @@ class UnifiedRadixTree:
 
     def count_hit(self, node: Node) -> list[Node]:
         """One more request met the path to `node`; returns the path, parents first."""
-        path = []
-        while node.parent is not None:
-            node.hits += 1
-            path.append(node)
-            node = node.parent
+        path = [*node.path()]
+        for part in path:
+            part.hits += 1
         path.reverse()
         return path
 
