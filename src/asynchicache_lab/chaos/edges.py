@@ -314,7 +314,7 @@ def _tokens(number: int, pages: int, model: ModelShape) -> tuple[int, ...]:
 def _turn(prompt: Sequence[int], wait: float = 0.0) -> ClientTurn:
     """A request that waits for storage. A promise of `durable` would be asked for before it."""
     return ClientTurn(
-        prompt=tuple(prompt), patience=None, wait=round(wait, 6), paces=(Pace(checkpoint=True),)
+        prompt=tuple(prompt), patience=None, wait=round(wait, 6), paces=(Pace(checkpoint=True),) * 4
     )
 
 

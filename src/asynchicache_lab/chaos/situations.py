@@ -213,7 +213,7 @@ def _tails(chance: random.Random, model: ModelShape, many: int) -> list[tuple[in
 
 def _turn(prompt: tuple[int, ...], *, durable: bool = False, wait: float = 0.0) -> ClientTurn:
     return ClientTurn(
-        prompt=prompt, patience=None, durable=durable, wait=wait, paces=(Pace(checkpoint=True),)
+        prompt=prompt, patience=None, durable=durable, wait=wait, paces=(Pace(checkpoint=True),) * 4
     )
 
 
