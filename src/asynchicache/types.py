@@ -197,6 +197,9 @@ def _convert(tokens: Iterable[int]) -> array[int]:
     if len(shape := getattr(tokens, "shape", (0,))) != 1:
         cure = ": pass [0], its only row" if len(shape) == 2 and shape[0] == 1 else ", one prompt a request"
         raise InvalidTokensError(f"tokens have {len(shape)} dimensions, {list(shape)}; a prompt has 1{cure}")
+    if isinstance(tokens, list | tuple) and tokens and isinstance(tokens[0], list | tuple):
+        cure = ": pass [0], the only one" if len(tokens) == 1 else ", one prompt a request"
+        raise InvalidTokensError(f"tokens are a list of {len(tokens)} prompts{cure}")
     values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     try:
         return array("q", values)

@@ -192,7 +192,8 @@ def test_reading_takes_less_than_three_times_the_file(tmp_path: Path, kind: str)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"block_size": 0}, "line 2: block_size 0 must be 1 token at least; --block-size"),
+        ({"block_size": 0}, "line 2: --block-size gives the tokens of a block: block_size is missing"),
+        ({"block_size": -4}, "line 2: block_size -4 must be 1 token at least"),
         ({"block_size": 5}, "line 2: block_size is 5, and 4 before"),
         ({"timestamp_ms": "noon"}, "line 2: timestamp 'noon' must be a number of milliseconds"),
         ({"input_length": -1}, "line 2: input_length -1 must be 0 to"),

@@ -208,9 +208,9 @@ class _Reader:
     def _size(self, line: _Line) -> int:
         size = line.block_size or self._given or (_QWEN_BLOCK if line.chat_id is not None else 0)
         if size < 1:
-            raise ConfigError(
-                f"block_size {size} must be 1 token at least; --block-size gives one that is missing"
-            )
+            if line.block_size or self._given:
+                raise ConfigError(f"block_size {size} must be 1 token at least")
+            raise ConfigError("--block-size gives the tokens of a block: block_size is missing")
         if self.sessions and size != self._block_size:
             raise ConfigError(
                 f"block_size is {size}, and {self._block_size} before; one for all lines is wanted"

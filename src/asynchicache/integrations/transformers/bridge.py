@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import Cache, DynamicCache, PreTrainedConfig
 
 from asynchicache.cache import HybridCache, Request
 from asynchicache.errors import RequestStateError, UsageError
@@ -240,6 +240,7 @@ class CacheBridge:
 
     def restore(self, request: Request) -> DynamicCache:
         """Return model memory with the first `request.hit.tokens` tokens; `request` as for `hit_slots`."""
+        _check_is("restore", "a request of the cache", request, Request)
         memory = self.copies.restore(request.hit.tokens, self.hit_slots(request))
         # From here on, `request` refuses to publish what was not saved.
         request.written(self, request.hit.tokens, states=None if self._state is None else True)
@@ -261,6 +262,8 @@ class CacheBridge:
         `request.checkpoint(stop)` or `request.snapshot(stop)`, which refuse what was not saved. Arguments and
         errors are those of `new_slots` and `PrefixCopies.save`.
         """
+        _check_is("save", "a request of the cache", request, Request)
+        _check_is("save", "what restore() returned (an output's past_key_values)", memory, Cache)
         held = int(memory.get_seq_length())
         if states is None and held != stop:
             raise UsageError(
@@ -270,3 +273,8 @@ class CacheBridge:
         slots = self.new_slots(request, start, stop)
         self.copies.save(memory, stop, slots, row=row, states=states)
         self.saved(request, stop, slots)
+
+
+def _check_is(verb: str, wanted: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise UsageError(f"{verb}() takes {wanted}, not {type(value).__name__}")
