@@ -142,3 +142,24 @@ async def test_closing_meanwhile_is_no_crash(call: str, tmp_path: Path):
         await cache.aclose()
         with suppress(ClosedError):
             await task
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda request: request.extend(1),
+        lambda request: request.append([1]),
+        lambda request: request.suspend(16),
+        lambda request: request.checkpoint(16),
+        lambda request: request.advance(16),
+    ],
+    ids=["extend", "append", "suspend", "checkpoint", "advance"],
+)
+@pytest.mark.asyncio
+async def test_a_call_from_another_thread_is_refused(call: Callable[[Request], object]):
+    async with HybridCache.open(SPEC, CONFIG) as cache, cache.request(PROMPT) as request:
+        await request.load()
+        request.extend(17)
+        with pytest.raises(UsageError, match="belongs to the thread of its event loop"):
+            await asyncio.to_thread(call, request)
+    assert cache.verify(idle=True) == []

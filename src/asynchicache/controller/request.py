@@ -533,6 +533,7 @@ class Request:
     def _add(self, at: int, words: array[int]) -> None:
         """Replace what is known from word `at` on."""
         state = self._open()
+        self._executor.loop.check()
         try:
             self._tokens[at:] = words
         except BufferError:  # a view exists (numpy, say): copy, the view keeps the old ids
@@ -552,6 +553,7 @@ class Request:
             RequestStateError: before `load`, or `length` is out of range.
         """
         self._check_own_device("advance")
+        self._executor.loop.check()
         self._executor.check_stream(after)
         state, length = self._unfinished(), as_count("advance", length)
         if not 0 <= length <= state.reserved:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from threading import get_ident
 from typing import TypeVar
 
 from asynchicache.errors import UsageError
@@ -20,21 +21,27 @@ class OneLoop:
     A future of one loop does not wake the tasks of another, so whoever awaited it there would hang.
     """
 
-    __slots__ = ("_loop", "_what")
+    __slots__ = ("_loop", "_thread", "_what")
 
     def __init__(self, what: str) -> None:
         self._loop = asyncio.get_running_loop()
+        self._thread = get_ident()
         self._what = what
 
     def check(self) -> None:
         """
         Raises:
-            UsageError: another loop runs.
+            UsageError: another loop runs, or none in another thread.
         """
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:
-            return  # nothing can be awaited
+            if get_ident() == self._thread:
+                return  # nothing can be awaited
+            raise UsageError(
+                f"{self._what} belongs to the thread of its event loop, and this call comes from another one: "
+                "hand it over with loop.call_soon_threadsafe"
+            ) from None
         if running is not self._loop:
             raise UsageError(
                 f"{self._what} belongs to the event loop that opened it, and another one runs: open one "
