@@ -7,13 +7,14 @@ import random
 
 import pytest
 
-from asynchicache import Hit, HybridCache, MissReason, PrefetchOptions, PrefetchPolicy
+from asynchicache import Hit, HybridCache, MissReason, PrefetchOptions, PrefetchPolicy, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import PoolBinding, PoolEngine
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
+from asynchicache.tree.node import place_of
 from cache.engine import PAGE, SPEC, Engine, config
 
 ATTENTION = synthetic_spec(PAGE, ("kv",))
@@ -134,6 +135,30 @@ def test_best_effort_says_that_it_did_not_wait() -> None:
                 cold.rest()
                 await cache.drain()
                 assert (cold.rematch().tokens, cold.hit.reason) == (0, MissReason.COLD)
+
+    run_seeded(0, main)
+
+
+def test_reads_for_later_requests_that_find_no_room_keep_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody's end would drop them, so they would keep what they build on for ever."""
+
+    async def main(world: SeededWorld) -> None:
+        prompts = [[n * 10_000 + token for token in range(12 * PAGE)] for n in range(6)]
+        store = await stored(world, SPEC, *prompts)
+        sizes = roomy(SPEC) | {"host_slots": {"kv": 400, "mamba": 1}}
+        options = config(**sizes, prefetch=patience("best_effort"))
+        async with world.open_cache(SPEC, options, storage=slow(store)) as cache:
+            state = cache._controller.planner.state
+            make_room = state.make_room
+            with monkeypatch.context() as patch:
+                states = place_of(1, Tier.HOST)
+                patch.setattr(state, "make_room", lambda place, n: place != states and make_room(place, n))
+                await asyncio.gather(*(ask(cache, [*prompt, 1]) for prompt in prompts))
+                await cache.drain()
+                await world.sleep(1e-3)
+                assert reads(cache) == 6 * 12
+                assert cache._controller.planner.prefetches.in_flight == []
+            assert cache.verify(idle=True) == []
 
     run_seeded(0, main)
 

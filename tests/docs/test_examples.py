@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 import asynchicache
+from asynchicache.cli.commands import find_commands
 from asynchicache.cli.parser import build_parser
 from asynchicache.config import CacheConfig
 
@@ -195,7 +196,7 @@ def test_commands_in_pages_exist() -> None:
     commands = [line for block in blocks("console") for line in pattern.findall(block.text)]
     assert commands
     for line in commands:
-        build_parser().parse_args(line.split())
+        build_parser(find_commands()).parse_args(line.split())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -555,8 +555,10 @@ class Prefetcher:
 
     def _hopeless(self) -> list[_Prefetch]:
         """Those who wait, and for whom what was in flight has freed no host slots."""
-        in_flight = self._executor.in_flight
-        waiting = (one for one in self._readers.values() if one.waiting and not one.news.done())
+        in_flight, for_later = self._executor.in_flight, self._waits_for_nobody
+        waiting = (
+            one for one in self._readers.values() if for_later or (one.waiting and not one.news.done())
+        )
         return [one for one in waiting if one.until is not None and not in_flight(one.until)]
 
     def _still_quiet(self) -> None:
@@ -572,6 +574,10 @@ class Prefetcher:
                 prefetch.until = self._executor.close_period()
             else:
                 prefetch.tell(MissReason.HOST_CAPACITY)
+                if self._waits_for_nobody:  # no request's end would ever drop it, and free what it keeps
+                    self._drop(prefetch)
+        if hopeless and self._waits_for_nobody:
+            self.pump()
 
     async def _get(self, read: StorageRead) -> None:
         """Read pages from storage into their slots, and end the readings that waited for the last of them."""

@@ -39,8 +39,8 @@ class OneLoop:
             if get_ident() == self._thread:
                 return  # nothing can be awaited
             raise UsageError(
-                f"{self._what} belongs to the thread of its event loop, and this call comes from another one: "
-                "hand it over with loop.call_soon_threadsafe"
+                f"{self._what} belongs to the thread of its event loop, and another one calls: hand the call "
+                "over with loop.call_soon_threadsafe"
             ) from None
         if running is not self._loop:
             raise UsageError(

@@ -375,8 +375,10 @@ class HitOracle:
         self._seen_in_storage(case)
         if not calm or self._storage.has_lied:  # for a while, the cache remembers what it was told
             case.allowed |= _FAILURES
-        if waited >= self._options.deadline(0) or self._options.policy is PrefetchPolicy.BEST_EFFORT:
+        if waited >= self._options.deadline(0):
             case.allowed.add(MissReason.DEADLINE)
+        if self._options.policy is PrefetchPolicy.BEST_EFFORT:  # what is read for others may keep the host
+            case.allowed |= {MissReason.DEADLINE, MissReason.HOST_CAPACITY}
         case.refused |= case.furthest > self._state.host_pages  # not all of it fits at once
         if case.refused or not self._asks:
             case.allowed.add(MissReason.HOST_CAPACITY)
