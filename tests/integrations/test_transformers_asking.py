@@ -166,9 +166,7 @@ def test_a_spec_that_its_model_contradicts(pool: str, changes: dict[str, Any], w
 @pytest.mark.parametrize(("model", "pool"), [("llama", "kv"), ("qwen3_5", "mamba")])
 def test_a_layer_that_the_model_does_not_have(model: str, pool: str) -> None:
     more = changed(replace(tiny_spec(model), layers=5), pool, layers=(0, 4), cut=())
-    with pytest.raises(
-        ConfigError, match=f"pool '{pool}' has layer 4, and the model layers 0 to 3: spec_from_"
-    ):
+    with pytest.raises(ConfigError, match="has layer 4, and the model layers 0 to 3: spec_from_"):
         check_spec(tiny_model(model), more)
 
 

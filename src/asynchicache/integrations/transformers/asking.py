@@ -132,17 +132,17 @@ def _compare(cache: DynamicCache, spec: ModelSpec) -> None:
             for pool in spec.pools
         },
     )
-    for pool in spec.pools:
-        beyond = [layer for part in pool.tensors for layer in part.layers if layer >= len(cache.layers)]
-        if beyond:
-            raise UsageError(
-                f"pool {pool.name!r} has layer {max(beyond)}, and the model layers 0 to "
-                f"{len(cache.layers) - 1}: spec_from_model(model) makes the spec that fits"
-            )
-    for name in pools.pages:
-        write_pages(cache, pools, 0, [0], pool=name)
-    if pools.states:
-        write_states(cache, pools, 0)
+    try:
+        for name in pools.pages:
+            write_pages(cache, pools, 0, [0], pool=name)
+        if pools.states:
+            write_states(cache, pools, 0)
+    except IndexError:
+        most = max(layer for pool in spec.pools for part in pool.tensors for layer in part.layers)
+        raise UsageError(
+            f"a pool has layer {most}, and the model layers 0 to {len(cache.layers) - 1}: "
+            "spec_from_model(model) makes the spec that fits"
+        ) from None
     known = {layer for layers in pools.pages.values() for layer in layers} | set(pools.states)
     for index, layer in enumerate(cache.layers):
         kept = _kept(layer)
