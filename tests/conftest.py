@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import os
 import signal
 import sys
@@ -131,3 +132,12 @@ def skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
             return reason.removeprefix("Skipped: ")
         case reason:
             return str(reason)
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Generator[None]:
+    """`serve` sets the level of the package's log for its process, which here is that of other tests too."""
+    logger = logging.getLogger("asynchicache")
+    level = logger.level
+    yield
+    logger.setLevel(level)

@@ -60,7 +60,7 @@ def test_the_largest_id():
         ({"input_ids": [1, 2]}, "pass the ids in 'input_ids'"),
         (b"12345678", "tokens are bytes"),
         (bytearray(8), "tokens are bytes"),
-        ([[1, 2]], "not a flat run of integers"),
+        ([[1, 2]], "a list of 1 prompts: pass \\[0\\]"),
         (np.array([[1, 2]]), r"2 dimensions, \[1, 2\]; a prompt has 1: pass \[0\], its only row"),
         (
             torch.zeros(3, 2, dtype=torch.long),
