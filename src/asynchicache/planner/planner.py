@@ -29,16 +29,7 @@ from asynchicache.planner.windows import WindowPlanner
 from asynchicache.pools.extents import ExtentPlan
 from asynchicache.specs import ModelSpec
 from asynchicache.tree import copies, tails
-from asynchicache.tree.node import (
-    ABSENT,
-    FULL,
-    FULL_DEVICE,
-    Keep,
-    Node,
-    SlotPlace,
-    place_of,
-    tier_of,
-)
+from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Keep, Node, SlotPlace, place_of, tier_of
 from asynchicache.tree.policies import EVICTION
 from asynchicache.tree.radix_tree import Match
 from asynchicache.types import Direction, MissReason, Tier, WritePolicy
@@ -309,9 +300,8 @@ class Planner:
             return tuple(sorted(end for end in ends if end > start))
         end = request.prompt // size * size
         repeated = [self._resumable_end(request, length) for length in request.hint.repeats]
-        if (
-            request.prompt in repeated
-        ):  # asked again, its last token is computed again: it needs another state
+        # Asked again, a prompt computes its last token again: that needs a state before it.
+        if request.prompt in repeated:
             repeated.append((request.prompt - 1) // size * size)
         cuts = self.checkpoints.cuts(start, end, branch, repeated)
         return tuple(sorted({*cuts, host})) if host > start else cuts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Self
 
 from asynchicache.errors import ConfigError
@@ -266,7 +266,7 @@ class CacheState:
         )
         return own + (plan.paid_bytes if plan is not None else 0)
 
-    @property
+    @cached_property
     def host_pages(self) -> int:
         """Pages of the longest prefix that the host holds together with what ends it."""
         full = self.free[FULL_HOST]
