@@ -14,7 +14,7 @@ ARGS    ?=
 DOCS_TOOLS := "mkdocs-material>=9.6,<10" "mkdocs>=1.6,<2"  # the extra `docs`
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev docs engines demo test coverage mutants house check lint types layers wheel soak gpu bench conformance engines-e2e clean
+.PHONY: help setup dev docs engines demo test lab-test coverage mutants house check lint types layers wheel soak gpu bench conformance engines-e2e clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 15
@@ -44,8 +44,11 @@ demo: $(SMALL)  ## a hybrid model served with and without the cache, and a repor
 	$(BIN)/asynchicache demo $(ARGS)
 
 # Two processes, whatever the machine: tests start servers and read clocks. WORKERS=0 runs them in one, for a debugger.
-test: $(TEST)  ## the tests, without those marked soak or gpu
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+test: $(TEST)  ## the tests of the library, without those marked soak or gpu
+	$(BIN)/python -m pytest --ignore tests/lab --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+lab-test: $(TEST)  ## the tests of the laboratory: benches, chaos, soak and demo
+	$(BIN)/python -m pytest tests/lab --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 # What decides is pure, so the tests of its own packages are to reach all of it. COVERAGE_FILE keeps it apart from other runs.
 coverage: $(TEST)  ## lines and branches of the code that decides: 98 of 100 at least

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from asynchicache_lab.chaos.run import run_script
 from asynchicache_lab.chaos.search import quick_collection, script_of
 from asynchicache_lab.ranks.chaos import draw_rank_script, run_rank_script
-from ranks import test_rank_chaos
-from testing import test_chaos_paged, test_chaos_teeth
-from testing.known_seeds import FILE, KNOWN, known_first
-from testing.planted import BUGS
+from lab.chaos import test_chaos_paged, test_chaos_teeth
+from lab.chaos.known_seeds import FILE, KNOWN, known_first
+from lab.chaos.planted import BUGS
+from lab.ranks import test_rank_chaos
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

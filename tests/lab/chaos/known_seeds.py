@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-FILE = Path(__file__).parents[1] / "data" / "planted_seeds.json"
+FILE = Path(__file__).parents[2] / "data" / "planted_seeds.json"
 KNOWN: dict[str, dict[str, int]] = json.loads(FILE.read_text())
 """By search (`chaos`, `engine_memory`, `ranks`) and name of the bug."""
 

@@ -31,7 +31,7 @@ from asynchicache_lab.chaos.shrink import Shrinker, violation_kind
 from asynchicache_lab.chaos.workload import draw_script
 
 SEEDS = (*range(13), *(200 + edge for edge in EDGES if edge < 27))
-FOUND = Path(__file__).parents[1] / "data" / "chaos"
+FOUND = Path(__file__).parents[2] / "data" / "chaos"
 
 
 @pytest.fixture(scope="module")

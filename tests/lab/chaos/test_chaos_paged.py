@@ -13,7 +13,7 @@ from asynchicache.tree import copies
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache_lab.chaos.run import run_script
 from asynchicache_lab.chaos.search import quick_collection, run_seeds, script_of
-from testing.known_seeds import known_first
+from lab.chaos.known_seeds import known_first
 
 Patch = pytest.MonkeyPatch
 MAX_SEEDS = 100

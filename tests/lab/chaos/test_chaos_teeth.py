@@ -11,8 +11,8 @@ from asynchicache_lab.chaos import run
 from asynchicache_lab.chaos.run import run_script
 from asynchicache_lab.chaos.search import quick_collection
 from asynchicache_lab.chaos.workload import draw_script
-from testing.known_seeds import KNOWN, known_first
-from testing.planted import BUGS, Bug
+from lab.chaos.known_seeds import KNOWN, known_first
+from lab.chaos.planted import BUGS, Bug
 
 MISFIT = re.compile(r"TypeError: .*\bargument")
 MAX_SEEDS = 2000

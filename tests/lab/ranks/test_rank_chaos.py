@@ -28,7 +28,7 @@ from asynchicache.ranks.sharing import HostShare
 from asynchicache.transfer.plan import Direction
 from asynchicache.types import Outcome
 from asynchicache_lab.ranks.chaos import draw_rank_script, run_rank_script, search_ranks
-from testing.known_seeds import known_first
+from lab.chaos.known_seeds import known_first
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
