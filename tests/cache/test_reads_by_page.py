@@ -120,6 +120,24 @@ def test_what_arrived_in_order_by_the_deadline_is_the_hit(spec: ModelSpec) -> No
     run_seeded(0, main)
 
 
+def test_a_tail_that_no_shorter_prefix_replaces_has_all_of_the_time() -> None:
+    async def life(world: SeededWorld) -> None:
+        prompt = LONG[: PAGE - 1]
+        options = roomy(SPEC, tails=True, prefetch=patience(seconds=1.2 * PAGE_SECONDS))
+        store = MemoryStore()
+        async with world.open_cache(SPEC, config(**options), storage=MemoryBackend(store)) as cache:
+            async with cache.request(prompt) as request:
+                await request.load()
+                request.extend(len(prompt))
+                await request.checkpoint(len(prompt), final=True)
+                assert await request.durable()
+        async with world.open_cache(SPEC, config(**options), storage=slow(store)) as cache:
+            hit, _ = await ask(cache, [*prompt, 7])
+            assert hit.tokens == len(prompt), hit
+
+    run_seeded(1, life)
+
+
 def test_best_effort_says_that_it_did_not_wait() -> None:
     async def main(world: SeededWorld) -> None:
         store = await stored(world, ATTENTION, LONG)

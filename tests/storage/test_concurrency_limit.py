@@ -57,3 +57,26 @@ def test_a_put_that_waits_for_others_than_puts_keeps_no_turn_of_puts_when_it_giv
             await limit.acquire(SlidingDeadline(1.0), put=False)
 
     in_virtual_time(life)
+
+
+def test_of_the_puts_that_wait_one_stands_before_a_read() -> None:
+    async def life(world: SeededWorld) -> None:
+        limit, deadline, order = ConcurrencyLimit(4), SlidingDeadline(None), list[str]()
+
+        async def call(name: str, *, put: bool) -> None:
+            with await limit.acquire(deadline, put=put):
+                order.append(name)
+                await asyncio.sleep(1.0)
+
+        taken = [await limit.acquire(deadline, put=False) for _ in range(4)]
+        async with asyncio.TaskGroup() as group:
+            for name in ("put 1", "put 2", "put 3", "read 1", "read 2"):
+                group.create_task(call(name, put=name.startswith("put")))
+                await asyncio.sleep(0.01)
+            taken[0].close()
+            await asyncio.sleep(10.0)
+            for turn in taken[1:]:
+                turn.close()
+        assert order == ["put 1", "read 1", "read 2", "put 2", "put 3"]
+
+    in_virtual_time(life)

@@ -263,7 +263,9 @@ class Prefetcher:
             return
         self._executor.run(self._prefetches.settle(whole.reading))
         query = self._prefetches.make_query(request.tokens, request.seed, whole.known.digests)
-        if query is None:
+        if query is None:  # it lacks a tail, which nothing shorter can replace
+            if reason is MissReason.DEADLINE:
+                await self._wait(whole, seconds)
             return
         self._prefetches.release(query)
         shorter = self._begin(request)

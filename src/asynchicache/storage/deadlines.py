@@ -179,8 +179,10 @@ class ConcurrencyLimit:
 
     def __init__(self, concurrency: int) -> None:
         self._all = asyncio.Semaphore(concurrency)
-        # No request waits for puts, and a GiB of them may queue: they leave one permit to reads.
+        # No request waits for puts, and a GiB of them may queue: they leave one permit to reads, and only the
+        # next of them stands in the line for the others.
         self._puts = asyncio.Semaphore(max(1, concurrency - 1))
+        self._next_put = asyncio.Semaphore(1)
 
     async def acquire(self, deadline: SlidingDeadline, *, put: bool) -> ExitStack:
         """Wait for a permit; closing the returned stack releases it, and closing twice is harmless.
@@ -192,9 +194,15 @@ class ConcurrencyLimit:
         Raises:
             TimeoutError: the deadline passed first.
         """
-        with ExitStack() as acquired:
-            for permits in (self._puts, self._all) if put else (self._all,):
-                async with deadline.waiting() if permits.locked() else nullcontext():
-                    await permits.acquire()
-                acquired.callback(permits.release)
+        with ExitStack() as acquired, ExitStack() as waiting:
+            if put:
+                await self._take(self._puts, deadline, acquired)
+                await self._take(self._next_put, deadline, waiting)
+            await self._take(self._all, deadline, acquired)
             return acquired.pop_all()
+
+    @staticmethod
+    async def _take(permits: asyncio.Semaphore, deadline: SlidingDeadline, acquired: ExitStack) -> None:
+        async with deadline.waiting() if permits.locked() else nullcontext():
+            await permits.acquire()
+        acquired.callback(permits.release)

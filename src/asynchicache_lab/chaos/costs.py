@@ -19,6 +19,9 @@ KINDS = (
 )
 """What is counted, in pages: `asked`, `read` and `written` are all that were."""
 
+_CHECK_SECONDS = 0.002
+"""Until the bytes of a read are checked, and those who share it know that it fell short."""
+
 _THERE = (Outcome.HIT, Outcome.STORED, Outcome.EXISTS)
 
 
@@ -29,7 +32,7 @@ class CostOracle:
       Pages published between the query and the read are only counted.
     - The cache writes no page twice, unless storage or memory lost the page in between.
     - The cache queries no page that is not in memory while a query for it is in flight, nor again for
-      requests that all waited during that query.
+      requests that all waited during that query. Who shares a read that fell short asks anew.
 
     If storage has failed, calls are retried, so redundant calls are not violations.
     """
@@ -64,6 +67,7 @@ class CostOracle:
         self._gaps_before: dict[Call, int] = {}  # by write in flight, the gaps when it began
         self._answered: dict[PageName, float] = {}
         self._had: set[PageName] = set()
+        self._read_ended = -1.0
 
     def knows(self, pool: str, digest: bytes) -> bool:
         """Whether the cache has read or written a page, and neither storage nor memory lost it since."""
@@ -116,6 +120,7 @@ class CostOracle:
             return
         came = {page for page, outcome in zip(pages, answer, strict=True) if outcome in _THERE}
         if call.verb == "get":
+            self._read_ended = call.ended
             came.difference_update(self._held(pages))  # another request computed it
         elif self._gaps_before.pop(call) == self._gaps:
             self._written |= came
@@ -144,7 +149,9 @@ class CostOracle:
 
     def _knew(self, page: PageName) -> bool:
         moment = self._answered.get(page)
-        return moment is not None and not self._waiting(page[1], moment)
+        if moment is None or moment < self._read_ended + _CHECK_SECONDS:
+            return False
+        return not self._waiting(page[1], moment)
 
     def _count(self, kind: str, pages: int) -> None:
         self._ledger.costs[kind] += pages

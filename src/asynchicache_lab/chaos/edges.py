@@ -112,7 +112,7 @@ def draw_neighbour(chance: random.Random, seed: int, model: ModelShape) -> Scrip
 def draw_returns(chance: random.Random, seed: int, model: ModelShape) -> Script:
     """A document that returns again and again, each time after it was evicted from the device."""
     pages, own = chance.randrange(6, 14), count(1)
-    back = _turn(_tokens(0, pages, model), wait=0.01)
+    back = _replaced(_turn(_tokens(0, pages, model), wait=0.01), admit=True)
     flood = [_turn(_tokens(next(own), pages, model), wait=0.001) for _ in range(8)]
     # Asked for twice, it is worth a copy: from then on it is found.
     turns = [back, *flood[:2], back, *flood[2:4]]
@@ -223,7 +223,7 @@ def draw_abandoned(chance: random.Random, seed: int, model: ModelShape) -> Scrip
     stays = _replaced(chance.choice(documents), wait=0.03, least=pages)
     room = roomy(model, device=_ROOMY, host=len(documents) * (pages + 4) + 8)
     sizes = {name: _replaced(room[name], device=room[name].host) for name in room}
-    warm = _life(model, sizes=sizes, clients=_one_client(documents))
+    warm = _life(model, sizes=sizes, clients=_one_client(documents), store_bytes=1 << 30)  # sheds none
     clients = (*gone, ChaosClient(turns=(stays,)))
     patience = 2 * pages * len(spec.pools) * link.page_seconds + 0.1
     policy = PrefetchPolicy.TIMEOUT

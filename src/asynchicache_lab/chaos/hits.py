@@ -337,7 +337,7 @@ class HitOracle:
         """The pages of a pool that are in memory."""
         component_id = next(n for n in range(self._tree.width) if pool in self._state.sharing(n))
         found: set[bytes] = set()
-        for node in self._tree.nodes():
+        for node in self._tree.nodes(current=True):
             if is_held(node, component_id):
                 first, end = span(self._tree, node, component_id)
                 found.update(self._tree.digests(node)[first - end :])
@@ -380,7 +380,8 @@ class HitOracle:
         if self._options.policy is PrefetchPolicy.BEST_EFFORT:  # what is read for others may keep the host
             case.allowed |= {MissReason.DEADLINE, MissReason.HOST_CAPACITY}
         case.refused |= case.furthest > self._state.host_pages  # not all of it fits at once
-        if case.refused or not self._asks:
+        told_more = self._storage.has_lied and case.limit > self._state.host_pages
+        if case.refused or told_more or not self._asks:
             case.allowed.add(MissReason.HOST_CAPACITY)
         if not (calm and patient):
             return
@@ -448,6 +449,8 @@ class HitOracle:
             self._violated(
                 f"hit: {request.hit.tokens} of {matched} tokens that matched, though there was room"
             )
+        if not self._storage.calm_since(case.began, self._controller):  # what it read on while it rested
+            case.allowed |= _FAILURES
         self._check_reason(request, case)
         self._check_least(request, case)
         if self.recency is not None and request.hit.tokens:
