@@ -14,8 +14,9 @@ from asynchicache.ranks.worker import RankWorker
 from asynchicache.specs.sharding import WHOLE
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.seeded import SeededWorld
-from asynchicache_lab.ranks.chaos import LIMITS, RankMirror
+from asynchicache_lab.ranks.chaos import LIMITS
 from asynchicache_lab.ranks.delayed_link import DelayedLink
+from asynchicache_lab.ranks.mirror import RankMirror
 
 
 @asynccontextmanager

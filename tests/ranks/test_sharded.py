@@ -14,8 +14,9 @@ from asynchicache.errors import RankError, UsageError
 from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.worker import RankWorker
 from asynchicache.testing.seeded import SeededWorld, run_seeded
-from asynchicache_lab.ranks.chaos import LIMITS, PAGE, RankMirror
+from asynchicache_lab.ranks.chaos import LIMITS, PAGE
 from asynchicache_lab.ranks.delayed_link import DelayedLink
+from asynchicache_lab.ranks.mirror import RankMirror
 from ranks.seeded_group import seeded_group
 
 MODEL = ModelSpec.from_config(

@@ -22,7 +22,7 @@ from asynchicache.ranks.worker import RankWorker
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.types import Outcome, PoolTransfer
-from asynchicache_lab.ranks.chaos import RankMirror
+from asynchicache_lab.ranks.mirror import RankMirror
 from integrations.zoo import tiny_config
 from ranks.processes import processes
 from ranks.seeded_group import seeded_group

@@ -13,7 +13,7 @@ from asynchicache.errors import StorageError
 from asynchicache.storage.protocol import PoolBinding
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
-from asynchicache_lab.ranks.chaos import RankMirror
+from asynchicache_lab.ranks.mirror import RankMirror
 from ranks.processes import processes
 from ranks.seeded_group import seeded_group
 

@@ -27,8 +27,8 @@ from asynchicache.specs import ModelSpec
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache_lab.bench.ranks.options import ROUNDS, RanksOptions
 from asynchicache_lab.bench.ranks.setup import LIMITS, TOKEN
-from asynchicache_lab.ranks.chaos import RankMirror
 from asynchicache_lab.ranks.delayed_link import DelayedLink
+from asynchicache_lab.ranks.mirror import RankMirror
 
 _CLIENTS = 8
 _WIRE_SECONDS = 1e-4
