@@ -12,7 +12,7 @@ from asynchicache.pools.sizing import HOST_SHARE, FreeMemory, SizeOptions, plan_
 from asynchicache.ranks.host_sizes import HostNeed, fitted, need_of
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
-from ranks.seeded_group import seeded_group
+from asynchicache_lab.ranks.group import openings, seeded_group
 
 GB = 1 << 30
 FREE = 100 * GB
@@ -95,7 +95,7 @@ def test_a_group_opens_with_sizes_that_its_host_has_memory_for(
 
     async def main(world: SeededWorld) -> None:
         storage = [MemoryBackend(MemoryStore()) for _ in specs]
-        async with seeded_group(world, specs, config, storage) as (mirror, _):
+        async with seeded_group(world, openings(world, specs, config, storage)) as mirror:
             slots = mirror.cache._controller.planner.state.free_slots()
             host = next(found for (_, tier), found in slots.items() if tier.name == "HOST")
             assert len(host) == pytest.approx(alone / parts, abs=1)

@@ -16,7 +16,7 @@ from asynchicache.ranks.links import receive, send
 from asynchicache.ranks.worker import RankWorker
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
-from ranks.seeded_group import seeded_group
+from asynchicache_lab.ranks.group import openings, seeded_group
 
 SPECS = [synthetic_spec(4, ("kv",))] * 3
 CONFIG = CacheConfig(device_slots={"kv": 8}, host_slots={"kv": 8}, weight_version="a")
@@ -31,13 +31,13 @@ def in_a_group(part: Part) -> list[asyncio.Task[Steps]]:
 
     async def main(world: SeededWorld) -> None:
         storage = [MemoryBackend(MemoryStore()) for _ in SPECS]
-        async with seeded_group(world, SPECS, CONFIG, storage) as (mirror, workers):
-            streams = [worker._follower._device.stream("engine") for worker in workers]
+        async with seeded_group(world, openings(world, SPECS, CONFIG, storage)) as mirror:
+            streams = [worker._follower._device.stream("engine") for worker in mirror.workers]
             listening.extend(
                 asyncio.create_task(heard(worker, stream))
-                for worker, stream in zip(workers, streams, strict=True)
+                for worker, stream in zip(mirror.workers, streams, strict=True)
             )
-            await part(world, mirror.group, workers)
+            await part(world, mirror.group, mirror.workers)
         await asyncio.wait(listening)
 
     run_seeded(5, main)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import AsyncExitStack
-
 import pytest
 from transformers import LlamaConfig
 
@@ -12,12 +9,9 @@ from asynchicache import CacheConfig, HybridCache, ModelSpec
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.errors import RankError, UsageError
 from asynchicache.ranks.joining import RankGroup
-from asynchicache.ranks.worker import RankWorker
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache_lab.ranks.chaos import LIMITS, PAGE
-from asynchicache_lab.ranks.delayed_link import DelayedLink
-from asynchicache_lab.ranks.mirror import RankMirror
-from ranks.seeded_group import seeded_group
+from asynchicache_lab.ranks.group import openings, seeded_group
 
 MODEL = ModelSpec.from_config(
     LlamaConfig(
@@ -42,40 +36,13 @@ def hits(seed: int, store: MemoryStore) -> list[int]:
     found: list[int] = []
 
     async def main(world: SeededWorld) -> None:
-        devices = [world.device(), world.device()]
-        here, there = DelayedLink.pair(world.random, 1e-4)
-        async with AsyncExitStack() as stack:
-            group = RankGroup("secret", LIMITS, ranks=2)
-            joining = RankWorker.join(
-                MODEL.shard(tp=(1, 2)),
-                CONFIG,
-                "unix:none",
-                "secret",
-                rank=1,
-                limits=LIMITS,
-                storage=MemoryBackend(store),
-                port=world.port,
-                device=devices[1],
-                link=there,
-            )
-            admitting = asyncio.create_task(group.admit(here))
-            follower = asyncio.create_task(stack.enter_async_context(joining))
-            cache = await HybridCache.open(
-                MODEL.shard(tp=(0, 2)),
-                CONFIG,
-                storage=MemoryBackend(store),
-                port=world.port,
-                device=devices[0],
-                group=group,
-            )
-            await admitting
-            worker = await follower
-            assert worker.device_tensor("kv", "keys").shape == cache.device_tensor("kv", "keys").shape
-            mirror = RankMirror(group, cache, [worker], devices, world.random)
+        specs = [MODEL.shard(tp=(rank, 2)) for rank in range(2)]
+        ranks = openings(world, specs, CONFIG, [MemoryBackend(store)] * 2)
+        async with seeded_group(world, ranks) as mirror:
+            shapes = {one.device_tensor("kv", "keys").shape for one in (mirror.cache, *mirror.workers)}
+            assert len(shapes) == 1
             found.append((await mirror.serve(PROMPT, durable=True))[0])
             found.append((await mirror.serve([*PROMPT, 1, 2]))[0])
-            await cache.aclose()
-            await group.aclose()
             assert mirror.violations == []
 
     run_seeded(seed, main)
@@ -139,7 +106,7 @@ def test_stages_by_their_own_configurations() -> None:
 def refused(specs: list[ModelSpec], error: type[Exception], words: str, *, by_options: bool = True) -> None:
     async def main(world: SeededWorld) -> None:
         stores = [MemoryBackend(MemoryStore())] * len(specs)
-        async with seeded_group(world, specs, CONFIG, stores, by_options=by_options):
+        async with seeded_group(world, openings(world, specs, CONFIG, stores, by_options=by_options)):
             pass
 
     with pytest.raises(BaseExceptionGroup) as caught:

@@ -22,10 +22,10 @@ from asynchicache.ranks.worker import RankWorker
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.types import Outcome, PoolTransfer
+from asynchicache_lab.ranks.group import openings, seeded_group
 from asynchicache_lab.ranks.mirror import RankMirror
 from integrations.zoo import tiny_config
 from ranks.processes import processes
-from ranks.seeded_group import seeded_group
 
 RANKS = 4
 PAGE = 16
@@ -60,9 +60,9 @@ def in_a_group(
     async def main(world: SeededWorld) -> None:
         store = MemoryStore()
         storage = [MemoryBackend(store) for _ in specs]
-        async with seeded_group(world, specs, CONFIG, storage) as (mirror, workers):
+        async with seeded_group(world, openings(world, specs, CONFIG, storage)) as mirror:
             used.extend(memory_of(mirror.cache))
-            await part(mirror, workers)
+            await part(mirror, mirror.workers)
             assert mirror.violations == []
             assert mirror.cache.verify() == []
 

@@ -17,8 +17,8 @@ from asynchicache.layouts import HostLayout
 from asynchicache.specs.pools import CutSection, PoolSpec, TensorSpec
 from asynchicache.specs.sharding import Axis, tensor_rows
 from asynchicache.testing.seeded import SeededWorld, run_seeded
+from asynchicache_lab.ranks.group import openings, seeded_group
 from integrations.zoo import PAGE, random_tokens, tiny_spec
-from ranks.seeded_group import seeded_group
 
 MODELS = ["qwen3_5", "deepseek_v3", "gemma3", "llama"]
 PARTS = 2
@@ -174,7 +174,8 @@ def test_what_a_group_stored_is_found_by_one_process() -> None:
         store = MemoryStore()
         ranks = [FOUR_HEADS.shard(tp=(rank, 2)) for rank in range(2)]
         backends = [MemoryBackend(store) for _ in ranks]
-        async with seeded_group(world, ranks, options, backends) as (mirror, (worker,)):
+        async with seeded_group(world, openings(world, ranks, options, backends)) as mirror:
+            (worker,) = mirror.workers
             async with mirror.cache.request(tokens) as request:
                 await request.load()
                 request.extend(len(tokens))

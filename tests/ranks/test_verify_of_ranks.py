@@ -21,7 +21,7 @@ from asynchicache.ranks.running import RunningOperations
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import Direction, Tier
-from ranks.seeded_group import seeded_group
+from asynchicache_lab.ranks.group import openings, seeded_group
 
 READ = ReadEntry(7, [PoolPages("kv", b"", pack_slots([1, 2, 5])), PoolPages("swa", b"", pack_slots([0]))])
 SPECS = [synthetic_spec(4, ("kv",))] * 2
@@ -88,14 +88,16 @@ def test_nothing_runs_in_an_idle_cache() -> None:
 def test_a_group_is_asked_and_a_group_that_has_failed_says_so() -> None:
     async def main(world: SeededWorld) -> None:
         storage = [MemoryBackend(MemoryStore()) for _ in SPECS]
-        async with seeded_group(world, SPECS, CONFIG, storage) as (mirror, workers):
+        async with seeded_group(world, openings(world, SPECS, CONFIG, storage)) as mirror:
             serving = asyncio.create_task(mirror.serve(list(range(33)), durable=True))
             while not serving.done():
                 assert await mirror.cache.verify_ranks() == []
             await serving
             await mirror.cache.drain()
             assert await mirror.cache.verify_ranks(idle=True) == []
-            workers[0]._follower._running.begin(ReadEntry(7, [PoolPages("kv", b"", pack_slots([0, 12]))]))
+            mirror.workers[0]._follower._running.begin(
+                ReadEntry(7, [PoolPages("kv", b"", pack_slots([0, 12]))])
+            )
             assert await mirror.cache.verify_ranks(idle=True) == [
                 "rank 1: operation 7 runs, and the leader takes it for ended",
                 "rank 1: kv host slots: operation 7 uses [12], which the leader takes for free",

@@ -13,9 +13,9 @@ from asynchicache.errors import StorageError
 from asynchicache.storage.protocol import PoolBinding
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
+from asynchicache_lab.ranks.group import openings, seeded_group
 from asynchicache_lab.ranks.mirror import RankMirror
 from ranks.processes import processes
-from ranks.seeded_group import seeded_group
 
 SPECS = [synthetic_spec(4, ("kv",))] * 3
 CONFIG = CacheConfig(device_slots={"kv": 32}, host_slots={"kv": 32}, weight_version="a")
@@ -28,7 +28,7 @@ Part = Callable[[RankMirror], Coroutine[object, object, None]]
 def in_a_group(part: Part, stores: list[MemoryStore]) -> None:
     async def main(world: SeededWorld) -> None:
         storage = [MemoryBackend(store) for store in stores]
-        async with seeded_group(world, SPECS, CONFIG, storage) as (mirror, _):
+        async with seeded_group(world, openings(world, SPECS, CONFIG, storage)) as mirror:
             await part(mirror)
             assert mirror.violations == []
             assert mirror.group.failure is None
@@ -76,7 +76,7 @@ def test_a_rank_that_cannot_open_its_storage_again_is_named(monkeypatch: pytest.
 def test_a_group_that_has_lost_a_rank_is_cold_under_any_weights() -> None:
     async def main(world: SeededWorld) -> None:
         storage = [MemoryBackend(MemoryStore()) for _ in SPECS]
-        async with seeded_group(world, SPECS, CONFIG, storage) as (mirror, _):
+        async with seeded_group(world, openings(world, SPECS, CONFIG, storage)) as mirror:
             await mirror.serve(PROMPT)
             mirror.group.leader.lost(1, "on purpose")
             await mirror.cache.update_weights("b")

@@ -14,25 +14,19 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
 
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions, PrefetchPolicy
 from asynchicache.errors import BusyError, CapacityError, RankError
 from asynchicache.layouts import HostLayout
-from asynchicache.ranks.joining import RankGroup
-from asynchicache.ranks.options import RankLimits
-from asynchicache.ranks.worker import RankWorker
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.limits import PoolLimits
-from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.testing.faults import FaultRates, Faulty
-from asynchicache.testing.oracle import PageTokens
 from asynchicache.testing.paged import PagedMemory
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
@@ -41,16 +35,14 @@ from asynchicache_lab.chaos.ledger import Ledger, error_text
 from asynchicache_lab.chaos.run import collection_watched, warnings_watched
 from asynchicache_lab.chaos.search import BATCH, carry_out, quick_collection
 from asynchicache_lab.ranks.delayed_link import DelayedLink
-from asynchicache_lab.ranks.mirror import PagedRankMirror, RankMirror
+from asynchicache_lab.ranks.group import LIMITS, RankOpening, seeded_group
+from asynchicache_lab.ranks.mirror import RankMirror
 from asynchicache_lab.ranks.oracles import wrong_sizes, wrongly_marked
 
 PAGE = 4
-LIMITS = RankLimits(joining=5.0, heartbeat=0.5, silence=3.0, copy_seconds=10.0, storage_seconds=20.0)
-
 MAX_STEPS = 400_000
 """Callbacks of the loop after which a seed counts as endless."""
 
-_TOKEN = "secret"  # noqa: S105 - of groups that live in one loop
 _FAMILIES = (("kv",), ("kv", "mamba"), ("kv", "swa"), ("kv", "mamba", "swa"), ("kv", "dsa"))
 _WEIGHTS = ("test", "other")
 _MISFITS = ("page_size", "weight_version", "salt", "host_layout")
@@ -258,10 +250,7 @@ class _RankLife:
         self._promised = promised
         self._weights = weights
         self._spec = _spec(script)
-        self._links: dict[int, DelayedLink] = {}
         self._faults: list[Faulty] = []
-        self._devices: list[EmulatedDevice] = []
-        self._memories: list[PagedMemory] = []
         self._calm = False
         self._misfit = ""
         # Storage that lies about what it has, or loses it, breaks promises that the cache cannot keep.
@@ -270,19 +259,18 @@ class _RankLife:
     async def be_refused(self) -> None:
         """Open with a rank that does not fit: no group may form."""
         self._misfit, refused = self._script.misfit, False
-        async with AsyncExitStack() as stack:
-            try:
-                await self._open(stack)
-            except* RankError:
-                refused = True
+        try:
+            async with self._open():
+                pass
+        except* RankError:
+            refused = True
         if not refused:
             self._report.violations.append(f"a rank with another {self._misfit} was accepted")
 
     async def run(self, *, lose: bool, last: bool) -> str:
         """Live; returns the weights in the end."""
         self._calm = last and self._script.calm
-        async with AsyncExitStack() as stack:
-            mirror = await self._open(stack)
+        async with self._open() as mirror:
             self._report.violations += wrong_sizes(mirror.cache, mirror.workers, self._script.slots)
             if self._honest and self._calm:
                 await self._ask_promised(mirror)
@@ -291,14 +279,12 @@ class _RankLife:
             ]
             if lose:
                 await asyncio.sleep(self._world.random.expovariate(200))
-                self._lose()
+                self._lose(mirror.links[self._script.lost])
             await asyncio.gather(*tasks, self._release(), self._update(mirror), self._verify(mirror))
             await self._settle(mirror, lose=lose)
             self._report.violations += mirror.violations
             served = mirror.cache.statistics().served.hit_tokens
             self._report.tiers += Counter({str(tier): count for tier, count in served.items()})
-            await mirror.cache.aclose()  # the leader goes first, else its followers count as lost
-            await mirror.group.aclose()
             return mirror.weights
 
     async def _update(self, mirror: RankMirror) -> None:
@@ -316,9 +302,9 @@ class _RankLife:
             if mirror.group.failure is None:
                 self._report.violations += found
 
-    async def _open(self, stack: AsyncExitStack) -> RankMirror:
+    def _open(self) -> AbstractAsyncContextManager[RankMirror]:
         script, world = self._script, self._world
-        self._devices = [
+        devices = [
             world.device(mean_seconds=world.random.choice((1e-5, 1e-4, 1e-3))) for _ in range(script.ranks)
         ]
         self._faults = [
@@ -327,59 +313,28 @@ class _RankLife:
             )
             for store, rates in zip(self._stores, script.rates, strict=True)
         ]
-        if script.paged:
+        ranks = []
+        for rank, pages in enumerate(self._pages()):
             # The mirror writes garbage on its streams: at once, it would hit what a forward still reads.
-            self._memories = [PagedMemory(self._spec, pages, poison=False) for pages in self._pages()]
-        group = RankGroup(_TOKEN, LIMITS, share_host=script.share_host)
-        stack.push_async_callback(group.aclose)
-        joined: dict[int, RankWorker] = {}
-        async with asyncio.TaskGroup() as forming:
-            for rank in range(1, script.ranks):
-                here, self._links[rank] = DelayedLink.pair(world.random, script.wire)
-                forming.create_task(group.admit(here))
-                forming.create_task(self._follow(stack, rank, joined))
-            opening = HybridCache.open(
-                self._spec,
-                self._config(0),
-                storage=self._faults[0],
-                port=world.port,
-                device=self._devices[0],
-                engine=self._memories[0].memory if script.paged else None,
-                group=group,
-            )
-            cache = await stack.enter_async_context(opening)
-        workers = [joined[rank] for rank in sorted(joined)]
-        if script.paged:
-            return PagedRankMirror(group, cache, workers, self._devices, world.random, self._memories)
-        page_tokens = PageTokens(PAGE) if cache.tails else None
-        return RankMirror(group, cache, workers, self._devices, world.random, page_tokens)
+            memory = PagedMemory(self._spec, pages, poison=False) if script.paged else None
+            one = RankOpening(self._spec, self._config(rank), self._faults[rank], devices[rank], memory)
+            ranks.append(self._misfitting(one) if rank == script.ranks - 1 else one)
+        return seeded_group(world, ranks, wire=script.wire, share_host=script.share_host)
+
+    def _misfitting(self, rank: RankOpening) -> RankOpening:
+        """What the last rank opens with, if it must not fit."""
+        if self._misfit == "device memory":
+            return replace(rank, config=self._config(self._script.ranks - 1, paged=False), memory=None)
+        if self._misfit in _MISFITS:
+            spec, config = _misfit(rank.spec, rank.config, self._misfit)
+            return replace(rank, spec=spec, config=config)
+        return rank
 
     def _pages(self) -> Iterator[dict[str, int]]:
         """By rank, the pages of its engine; of the last rank too few, if that is its misfit."""
         for rank, slots in enumerate(self._script.slots):
             short = rank == self._script.ranks - 1 and self._misfit == "number of pages"
             yield {name: 1 if short else device for name, (device, _) in slots.items()}
-
-    async def _follow(self, stack: AsyncExitStack, rank: int, joined: dict[int, RankWorker]) -> None:
-        spec, config = self._spec, self._config(rank)
-        engine = self._memories[rank].memory if self._script.paged else None
-        if rank == self._script.ranks - 1 and self._misfit == "device memory":
-            engine, config = None, self._config(rank, paged=False)
-        elif rank == self._script.ranks - 1 and self._misfit in _MISFITS:
-            spec, config = _misfit(spec, config, self._misfit)
-        joining = RankWorker.join(
-            spec,
-            config,
-            "unix:of-a-test",
-            _TOKEN,
-            limits=LIMITS,
-            storage=self._faults[rank],
-            port=self._world.port,
-            device=self._devices[rank],
-            engine=engine,
-            link=self._links[rank],
-        )
-        joined[rank] = await stack.enter_async_context(joining)
 
     def _config(self, rank: int, *, paged: bool | None = None) -> CacheConfig:
         slots = self._script.slots[rank]
@@ -404,8 +359,7 @@ class _RankLife:
             for faults in self._faults:
                 faults.release()
 
-    def _lose(self) -> None:
-        link = self._links[self._script.lost]
+    def _lose(self, link: DelayedLink) -> None:
         if self._script.how == "closed":
             link.close()
         elif self._script.how == "silent":

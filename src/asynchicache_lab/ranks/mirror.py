@@ -29,6 +29,7 @@ from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import token_array
 from asynchicache_lab.chaos.clients import resumable_tokens
 from asynchicache_lab.chaos.paged import GARBAGE, ChaosBlocks
+from asynchicache_lab.ranks.delayed_link import DelayedLink
 
 
 class RankSlots(NamedTuple):
@@ -50,12 +51,13 @@ class RankMirror:
         cache: HybridCache,
         workers: Sequence[RankWorker],
         devices: Sequence[EmulatedDevice],
+        links: Mapping[int, DelayedLink],
         chance: random.Random,
-        page_tokens: PageTokens | None = None,
     ) -> None:
-        """`page_tokens`: prefixes may end inside a page."""
-        self._page_tokens = page_tokens
+        """`links`: by rank, the follower's end of its connection."""
+        self._page_tokens = PageTokens(cache.spec.page_size) if cache.tails else None
         self.cache = cache
+        self.links = links
         self.group = group
         self.violations: list[str] = []
         self.workers = workers
@@ -216,10 +218,11 @@ class PagedRankMirror(RankMirror):
         cache: HybridCache,
         workers: Sequence[RankWorker],
         devices: Sequence[EmulatedDevice],
+        links: Mapping[int, DelayedLink],
         chance: random.Random,
         memories: Sequence[PagedMemory],
     ) -> None:
-        super().__init__(group, cache, workers, devices, chance)
+        super().__init__(group, cache, workers, devices, links, chance)
         self._memories = memories
         self._blocks = ChaosBlocks(cache.spec, memories[0])
         self._used = [False] * len(memories)

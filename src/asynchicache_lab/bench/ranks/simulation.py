@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,21 +16,16 @@ from rich.console import RenderableType
 from transformers import Qwen3_5MoeTextConfig
 
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions, PrefetchPolicy
-from asynchicache.ranks.joining import RankGroup
 from asynchicache.ranks.leader import RankLeader
-from asynchicache.ranks.worker import RankWorker
 from asynchicache.reports import facts
 from asynchicache.specs import ModelSpec
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache_lab.bench.ranks.options import ROUNDS, RanksOptions
-from asynchicache_lab.bench.ranks.setup import LIMITS, TOKEN
-from asynchicache_lab.ranks.delayed_link import DelayedLink
-from asynchicache_lab.ranks.mirror import RankMirror
+from asynchicache_lab.bench.ranks.setup import LIMITS
+from asynchicache_lab.ranks.group import openings, seeded_group
 
 _CLIENTS = 8
-_WIRE_SECONDS = 1e-4
 _MAX_STEPS = 1 << 40
 _TIMED = ("copy", "mark", "take", "feed")
 """What the leader does in a step, and when bytes of a follower arrive."""
@@ -130,8 +124,9 @@ async def _play(
     report: SimulationReport,
     advance: Callable[[int, int], object],
 ) -> None:
-    async with AsyncExitStack() as stack:
-        mirror = await _open(world, options, parts, stack)
+    storage = [MemoryBackend(store) for store in [MemoryStore()] * len(parts)]
+    ranks = openings(world, parts, _config(options), storage)
+    async with seeded_group(world, ranks, limits=LIMITS) as mirror:
         leader = mirror.group.leader
         _time(leader, report)
         total = options.conversations * ROUNDS
@@ -156,8 +151,6 @@ async def _play(
         report.violations += [] if failure is None else [str(failure)]
         report.violations += [f"{len(leader)} operations are still open"] if len(leader) else []
         report.log_bytes = leader.log_bytes
-        await mirror.cache.aclose()
-        await mirror.group.aclose()
 
 
 def _time(leader: RankLeader, report: SimulationReport) -> None:
@@ -175,50 +168,6 @@ def _time(leader: RankLeader, report: SimulationReport) -> None:
 
     for name in _TIMED:
         setattr(leader, name, timed(getattr(leader, name)))
-
-
-async def _open(
-    world: SeededWorld, options: RanksOptions, parts: Sequence[ModelSpec], stack: AsyncExitStack
-) -> RankMirror:
-    count = options.ranks
-    store = MemoryStore()
-    devices = [world.device() for _ in range(count)]
-    group = RankGroup(TOKEN, LIMITS, ranks=count)
-    stack.push_async_callback(group.aclose)
-    workers: dict[int, RankWorker] = {}
-    config = _config(options)
-
-    async def follow(rank: int, link: DelayedLink) -> None:
-        joining = RankWorker.join(
-            parts[rank],
-            config,
-            "unix:in-this-process",
-            TOKEN,
-            rank=rank,
-            limits=LIMITS,
-            storage=MemoryBackend(store),
-            port=world.port,
-            device=devices[rank],
-            link=link,
-        )
-        workers[rank] = await stack.enter_async_context(joining)
-
-    async with asyncio.TaskGroup() as forming:
-        for rank in range(1, count):
-            here, there = DelayedLink.pair(world.random, _WIRE_SECONDS)
-            forming.create_task(group.admit(here))
-            forming.create_task(follow(rank, there))
-        cache = await stack.enter_async_context(
-            HybridCache.open(
-                parts[0],
-                config,
-                storage=MemoryBackend(store),
-                port=world.port,
-                device=devices[0],
-                group=group,
-            )
-        )
-    return RankMirror(group, cache, [workers[rank] for rank in sorted(workers)], devices, world.random)
 
 
 def _config(options: RanksOptions) -> CacheConfig:
