@@ -37,7 +37,7 @@ from asynchicache.integrations.transformers import asking
 CONFIGURATIONS = Path(__file__).parent / "data" / "configurations.json"
 CURE = re.compile(
     r"write its pools yourself|upgrade transformers|convert it|mend config\.json|pass dtype="
-    r"|multiples of \d+ fit|set head_dim|only decoders|causal decoders|serve a decoder"
+    r"|multiples of \d+ fit|set head_dim|has no pools of its own|compute its prompts whole"
 )
 """What a refusal tells a user to do; or that the model is of a kind that has no prefix to cache."""
 
@@ -78,7 +78,8 @@ def every_type() -> Iterator[tuple[str, PreTrainedConfig | ConfigError]]:
             try:
                 yield kind, known()
             except UNREADABLE as error:
-                yield kind, ConfigError(f"transformers has no default ({error}); mend config.json")
+                first = " ".join(str(error).split())[:200]
+                yield kind, ConfigError(f"transformers has no default ({first}); mend config.json")
 
 
 def judge(name: str, config: PreTrainedConfig | ConfigError) -> Row:

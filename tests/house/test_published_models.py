@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from transformers import Qwen3Config
+from transformers import CONFIG_MAPPING, Qwen3Config
 
 from asynchicache.integrations.transformers.asking import spec_from_model
 
@@ -44,6 +45,31 @@ def test_published_configurations_are_described_as_their_models_keep_them() -> N
         ("refused", "", None, ""),
         ("asked", "kv 8,192", True, ""),
     ]
+
+
+NO_POOLS = {
+    "bert": "set is_decoder=True",
+    "blt": "pass the configuration of its decoder",
+    "gemma4_unified_assistant": "its target's cache",
+    "idefics": "encoder's input",
+    "openai-gpt": "caches nothing; compute its prompts whole",
+    "paligemma": "after it; compute its prompts whole",
+    "pi0": "pass the configuration of its decoder",
+    "rwkv": "0 attention layers; .* write its pools yourself",
+    "xlstm": "counts no attention heads; .* write its pools yourself",
+}
+
+
+@pytest.mark.parametrize("kind", NO_POOLS)
+def test_a_refusal_says_what_to_do(kind: str) -> None:
+    table = script("model_table")
+    config = CONFIG_MAPPING[kind]()
+    if kind in ("rwkv", "xlstm"):  # a forward finds it
+        config.num_hidden_layers = 2
+    row = table.judge(kind, config)
+    assert row.problem == ""
+    assert row.verdict == "refused"
+    assert re.search(NO_POOLS[kind], row.why)
 
 
 def test_a_table_tells_of_what_does_not_fit() -> None:

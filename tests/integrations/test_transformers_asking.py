@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import replace
 from typing import Any
@@ -118,6 +119,51 @@ async def test_a_class_that_no_recipe_knows_is_served(name: str) -> None:
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
     config = CacheConfig(device_slots={"kv": 32, "swa": 16} if "windows" in name else {"kv": 32})
     async with PrefixCachedModel.open(model, page_size=PAGE, config=config) as served:
+        for cached in (0, 80):
+            answer = served.generate(prompt, max_new_tokens=8)
+            assert [token async for token in answer] == expected[0, 90:].tolist()
+            assert answer.cached_tokens == cached
+
+
+CHANGED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another window": ("gemma3", {"sliding_window": 16}, "self_attn: sliding_window is 40 .* 16 by its"),
+    "other heads": ("qwen3_5", {"num_key_value_heads": 4}, "self_attn: .* in the model, .* by its"),
+    "other kinds of layers": (
+        "gemma3",
+        {"layer_types": ["full_attention"] * 4},
+        "'sliding_attention' in the",
+    ),
+    "layers taken away": ("llama", {"num_hidden_layers": 1}, r"layers\.\d\.self_attn is in the model, not"),
+    "layers added": ("llama", {"num_hidden_layers": 9}, r"layers\.\d\.self_attn is in the configuration,"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_configuration_that_was_changed_after_loading_is_refused(name: str) -> None:
+    kind, changes, why = CHANGED[name]
+    model = copy.deepcopy(tiny_model(kind))
+    spec = spec_from_model(model, page_size=PAGE)
+    for field, value in changes.items():
+        setattr(model.config, field, value)
+    for asked in (lambda: spec_from_model(model, page_size=PAGE), lambda: check_spec(model, spec)):
+        with pytest.raises(ConfigError, match=f"{why}.*load it with the configuration"):
+            asked()
+
+
+@pytest.mark.asyncio
+async def test_a_window_that_a_model_reads_from_its_configuration_may_be_changed() -> None:
+    """Mistral computes with what its configuration says at the time; so does what is cached."""
+    config = transformers.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    randomize_weights(model, seed=1)
+    model.config.sliding_window = 20
+    prompt = [(index * 7) % 200 + 3 for index in range(90)]
+    ids = torch.tensor([prompt])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    settings = CacheConfig(device_slots={"kv": 32})
+    async with PrefixCachedModel.open(model, page_size=PAGE, config=settings) as served:
         for cached in (0, 80):
             answer = served.generate(prompt, max_new_tokens=8)
             assert [token async for token in answer] == expected[0, 90:].tolist()

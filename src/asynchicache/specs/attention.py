@@ -53,6 +53,8 @@ def _keys_and_values(layer: Layer, pool: PoolKind) -> tuple[LayerTensor, ...]:
     """Return keys and values (MHA and GQA)."""
     if layer.has("multi_query") and not layer.has("num_key_value_heads"):
         raise layer.unsupported("its head counts are not named num_key_value_heads")
+    if not layer.has("num_key_value_heads") and not hasattr(layer.config, "num_attention_heads"):
+        raise layer.unsupported("its configuration counts no attention heads")  # RWKV, xLSTM: they have none
     if layer.has("v_head_dim") and layer.size("v_head_dim") != _head_dim(layer):
         raise layer.unsupported("its values are not as wide as its keys")  # MiMo-V2, whose windows differ too
     heads = layer.size("num_key_value_heads" if layer.has("num_key_value_heads") else "num_attention_heads")

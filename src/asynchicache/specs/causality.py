@@ -15,6 +15,7 @@ from asynchicache.specs.identity import HuggingFaceConfig
 
 _CROSS = "its keys also depend on an encoder's input, and a prefix is known by its tokens"
 _BOTH_WAYS = "a page would depend on the tokens after it"
+_CURE = "compute its prompts whole, without this cache"
 
 _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "is_encoder_decoder": ((True,), f"only decoders have pools, {_CROSS}"),
@@ -60,22 +61,28 @@ def check_causal(config: HuggingFaceConfig, text: HuggingFaceConfig) -> None:
         for attribute, (values, why) in _REFUSED.items():
             value = getattr(one, attribute, None)
             if value in values and (one.model_type, attribute) not in _SAYS_NOTHING:
-                raise UnsupportedModelError(f"{one.model_type} sets {attribute} {value!r}: {why}")
+                cure = ", or set is_decoder=True if its weights are a causal decoder's"
+                raise _refused(
+                    f"{one.model_type} sets {attribute} {value!r}: {why}",
+                    cure if attribute == "is_decoder" else "",
+                )
         package = _package(one)
         if package in _NOT_SAID:
-            raise UnsupportedModelError(f"{one.model_type} has no pools: {_NOT_SAID[package]}")
+            raise _refused(f"{one.model_type} has no pools: {_NOT_SAID[package]}")
         if package and _of_encoder_decoder(one):
-            raise UnsupportedModelError(f"{one.model_type} is a part of an encoder-decoder: {_CROSS}")
+            raise _refused(f"{one.model_type} is a part of an encoder-decoder: {_CROSS}")
     if getattr(text, "cross_attention_layers", None):
-        raise UnsupportedModelError(
-            f"{text.model_type} sets cross_attention_layers: their keys follow an image, not the "
-            "tokens: serve a decoder of text"
+        raise _refused(
+            f"{text.model_type} sets cross_attention_layers: their keys follow an image, not the tokens"
         )
     if _package(config) and not _generates(config):
-        raise UnsupportedModelError(
-            f"{config.model_type}: transformers has no class of it that generates text from a cache; pools "
-            "are for causal decoders"
+        raise _refused(
+            f"{config.model_type}: transformers has no class of it that generates text from a cache"
         )
+
+
+def _refused(why: str, cure: str = "") -> UnsupportedModelError:
+    return UnsupportedModelError(f"{why}; {_CURE}{cure}")
 
 
 def _package(config: HuggingFaceConfig) -> str:

@@ -22,7 +22,7 @@ from asynchicache.specs.causality import check_causal
 from asynchicache.specs.compressed import MODEL as COMPRESSING_MODEL
 from asynchicache.specs.compressed import compressed_sparse, heavily_compressed, window_only
 from asynchicache.specs.identity import HuggingFaceConfig, identity
-from asynchicache.specs.parts import KV, WINDOW, Layer, LayerTensor, PoolKind, Recipe
+from asynchicache.specs.parts import KV, WINDOW, WRITE_POOLS, Layer, LayerTensor, PoolKind, Recipe
 from asynchicache.specs.pools import PoolSpec, TensorSpec
 from asynchicache.specs.recurrent import linear_attention, short_convolution
 from asynchicache.types import ALL_PAGES, Coverage, trailing_pages
@@ -168,7 +168,10 @@ def _layer_kinds(text: HuggingFaceConfig) -> list[str]:
     """Return the kind of each layer, by the same rule as `transformers.DynamicCache`."""
     count = getattr(text, "num_hidden_layers", None)
     if not isinstance(count, int) or count < 1:
-        raise ConfigError(f"{text.model_type}: num_hidden_layers is {count!r}, not a positive integer")
+        raise ConfigError(
+            f"{text.model_type}: num_hidden_layers is {count!r}, not a positive integer: mend it; of a model "
+            f"of several parts, pass the configuration of its decoder, or {WRITE_POOLS}"
+        )
     kinds: Sequence[str] | None = getattr(text, "layer_types", None)
     if kinds is None:
         kinds = [_inferred_kind(config) for config in _layer_configs(text, count)]
@@ -182,12 +185,17 @@ def _without_reuse(text: HuggingFaceConfig, kinds: Sequence[str]) -> list[str]:
     try:
         modes: Sequence[str | None] | None = getattr(text, "kv_sharing_modes", None)
     except ValueError as error:  # a property, in some classes, that checks the layer types
-        raise ConfigError(f"{text.model_type}: {error}") from error
+        raise ConfigError(
+            f"{text.model_type}: {error}: mend layer_types or num_kv_shared_layers; a draft that reads its "
+            "target's cache has no pools of its own"
+        ) from error
     if modes is None:
         return list(kinds)
     for index, mode in enumerate(modes):
         if mode not in (None, "store", "reuse"):
-            raise UnsupportedModelError(f"{text.model_type} layer {index} has kv_sharing_modes {mode!r}")
+            raise UnsupportedModelError(
+                f"{text.model_type} layer {index} has kv_sharing_modes {mode!r}: {WRITE_POOLS}"
+            )
     return [_REUSED if mode == "reuse" else kind for kind, mode in zip(kinds, modes, strict=True)]
 
 
@@ -227,8 +235,7 @@ def _covered(model_type: str, parts: Sequence[_Placed]) -> Sequence[_Placed]:
     if WINDOW not in kinds:
         raise UnsupportedModelError(
             f"{model_type} has 0 attention layers; it needs 1 at least, so that a pool covers every page: "
-            "for an engine of your own, write its pools yourself, with one for the tokens: ModelSpec(...), "
-            "see docs/examples/sizes.py"
+            f"for an engine of your own, with a pool for the tokens, {WRITE_POOLS}"
         )
     return [
         (index, part._replace(pool=KV, window=None) if part.pool == WINDOW else part) for index, part in parts
@@ -259,7 +266,7 @@ def _check_same(model_type: str, placed: _Placed, others: Sequence[_Placed]) -> 
         if _form(part) != _form(new):
             raise UnsupportedModelError(
                 f"{model_type}: {part.tensor} of layer {last} is {new.dtype} {list(new.shape)}, "
-                f"of layer {index} {part.dtype} {list(part.shape)}; a pool has one shape"
+                f"of layer {index} {part.dtype} {list(part.shape)}; a pool has one shape: {WRITE_POOLS}"
             )
 
 

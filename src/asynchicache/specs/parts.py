@@ -9,6 +9,9 @@ from typing import NamedTuple
 from asynchicache.errors import ConfigError, UnsupportedModelError
 from asynchicache.specs.pools import CutSection
 
+WRITE_POOLS = "write its pools yourself: ModelSpec(...), see docs/examples/sizes.py"
+"""What to do about a model that keeps what no recipe and no forward describes."""
+
 
 class PoolKind(NamedTuple):
     """The pool that a tensor belongs to; `PoolSpec` without its tensors and its coverage."""

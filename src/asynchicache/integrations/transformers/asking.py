@@ -34,12 +34,11 @@ from asynchicache.integrations.transformers.snapshot import new_cache, write_pag
 from asynchicache.specs import ModelSpec, TensorSpec
 from asynchicache.specs.huggingface import check_decoder, pools_of_layers
 from asynchicache.specs.identity import identity
-from asynchicache.specs.parts import INDEX, KV, STATE, WINDOW, LayerTensor, PoolKind
+from asynchicache.specs.parts import INDEX, KV, STATE, WINDOW, WRITE_POOLS, LayerTensor, PoolKind
 
 _log = logging.getLogger(__name__)
 
 _META = torch.device("meta")
-_CURE = "write its pools yourself: ModelSpec(...), see docs/examples/sizes.py"
 
 
 def spec_from_model(
@@ -84,8 +83,12 @@ def _asked_spec(
         cache = _forward(model, page_size, dtype)
         if has_tails(cache):
             raise UnsupportedModelError("it keeps entries of several tokens")
+    except ConfigError:
+        raise
     except (*_NOT_ASKED, UnsupportedModelError) as error:
-        raise UnsupportedModelError(f"{why}; nor does the model say ({_line(error)}): {_CURE}") from error
+        raise UnsupportedModelError(
+            f"{why}; nor does the model say ({_line(error)}): {WRITE_POOLS}"
+        ) from error
     parts = [(index, part) for index, layer in enumerate(cache.layers) for part in _parts(index, layer)]
     pools = pools_of_layers(config.model_type, parts, page_size)
     return ModelSpec(config.model_type, page_size, len(cache), pools, identity(config))
@@ -96,11 +99,14 @@ def check_spec(model: PreTrainedModel | PreTrainedConfig, spec: ModelSpec) -> No
     without its weights, a warning says so, and the first page is compared instead.
 
     Raises:
-        ConfigError: a layer keeps other tensors than its pool; names layer, tensor, shapes and dtypes.
+        ConfigError: a layer keeps other tensors than its pool; names layer, tensor, shapes and dtypes. Or the
+            model's configuration was changed after the model was built.
     """
     dtype = None if isinstance(model, PreTrainedModel) else spec.pools[0].tensors[0].dtype
     try:
         cache = _forward(model, spec.page_size, dtype)
+    except ConfigError:
+        raise
     except _NOT_ASKED as error:
         _log.warning("%s: its spec is compared with its first page only: %s", spec.model, _line(error))
         return
@@ -187,7 +193,7 @@ def _parts(index: int, layer: Any) -> Iterator[LayerTensor]:
         states = states_of(layer, 0)
         for name, held in (("conv", states.conv), ("recurrent", states.recurrent)):
             if set(held) - {0}:
-                raise UnsupportedModelError(f"layer {index} keeps several {name} states: {_CURE}")
+                raise UnsupportedModelError(f"layer {index} keeps several {name} states: {WRITE_POOLS}")
             yield from (_part(STATE, name, state, None) for state in held.values())
 
 
@@ -253,9 +259,14 @@ def _forward(model: PreTrainedModel | PreTrainedConfig, tokens: int, dtype: str 
     """Return the cache after a forward of so many tokens, on the meta device.
 
     A forward that checks its values may reject 0 (`valid.all()`), and then takes 1.
+
+    Raises:
+        ConfigError: the model's configuration was changed after the model was built.
     """
     with torch.device(_META), torch.no_grad():
         twin = _twin(model, dtype).eval()
+        if isinstance(model, PreTrainedModel):
+            _check_twin(model, twin)
         try:
             return _run(twin, tokens, 0)
         except _NOT_ASKED:
@@ -281,6 +292,47 @@ def _twin(model: PreTrainedModel | PreTrainedConfig, dtype: str | None) -> PreTr
     except ValueError:  # a class for text and images alone
         twin = AutoModelForImageTextToText.from_config(config)
     return twin if dtype is None else twin.to(getattr(torch, dtype))
+
+
+def _check_twin(model: PreTrainedModel, twin: PreTrainedModel) -> None:
+    """Ensure that a model's configuration still describes its modules: `twin` was built from it just now.
+
+    Raises:
+        ConfigError: a layer or a number of a module differs; names it, and both values.
+    """
+    changed = "was changed after the model was loaded: load it with the configuration that it is to have"
+    others = dict(twin.named_modules())
+    vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
+    modules = dict(model.named_modules())
+    for name in modules.keys() ^ others.keys():
+        if hasattr(modules.get(name, others.get(name)), "layer_idx"):
+            places = ("model", "configuration") if name in modules else ("configuration", "model")
+            raise ConfigError(
+                f"{name} is in the {places[0]}, not in the {places[1]}: the configuration {changed}"
+            )
+    for name, module in modules.items():
+        other = others.get(name)
+        if other is None or type(other) is not type(module) or module in vocabulary:
+            continue
+        built, described = _settings(module), _settings(other)
+        for field in sorted(built.keys() & described.keys()):
+            if built[field] != described[field]:
+                raise ConfigError(
+                    f"{name}: {field} is {built[field]!r} in the model, {described[field]!r} by its "
+                    f"configuration: it {changed}"
+                )
+
+
+_UNRELATED = frozenset({"vocab_size", "padding_idx", "max_seq_len_cached"})
+
+
+def _settings(module: torch.nn.Module) -> dict[str, int | str | None]:
+    """Sizes and kinds that a module was built with; not those of the vocabulary, nor what a forward moves."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if type(value) in (int, str, type(None)) and name not in _UNRELATED
+    }
 
 
 def _line(error: Exception) -> str:
