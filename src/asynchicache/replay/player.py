@@ -11,8 +11,8 @@ from asynchicache.errors import CapacityError
 from asynchicache.planner.hints import CacheHint
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
+from asynchicache.replay.instant import InstantCache
 from asynchicache.replay.trace import Trace, TraceBlocks, TraceRequest
-from asynchicache.replay.virtual import InstantCache
 from asynchicache.tree.node import FULL, place_of
 from asynchicache.types import TOKEN_BYTES, MissReason, Tier
 

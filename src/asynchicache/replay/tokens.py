@@ -15,9 +15,9 @@ from contextlib import suppress
 from asynchicache.errors import CapacityError
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
+from asynchicache.replay.instant import InstantCache
 from asynchicache.replay.player import Miss, ReplayedRequest
 from asynchicache.replay.trace import Trace, TraceRequest
-from asynchicache.replay.virtual import InstantCache
 from asynchicache.tree.node import FULL
 from asynchicache.types import MissReason, Tier
 

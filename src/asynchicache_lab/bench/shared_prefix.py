@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 from fractions import Fraction
 
-from asynchicache.replay.synthetic import Transcript, draw_tokens
 from asynchicache.reports import Advance
 from asynchicache_lab.bench.options import SharedPrefixOptions
+from asynchicache_lab.bench.synthetic import Transcript, draw_tokens
 from asynchicache_lab.bench.tally import HitLimit, HitReport, HitTally
 from asynchicache_lab.bench.turns import open_runner
 

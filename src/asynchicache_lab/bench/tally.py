@@ -11,9 +11,9 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from asynchicache.replay.virtual import TurnHits
 from asynchicache.reports import Advance, add_figures, facts
 from asynchicache.types import Tier
+from asynchicache_lab.simulator import TurnHits
 
 
 class HitLimit(NamedTuple):

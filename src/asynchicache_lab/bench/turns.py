@@ -12,13 +12,13 @@ from typing import Protocol
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions
 from asynchicache.controller.request import Request
-from asynchicache.replay.synthetic import Transcript
-from asynchicache.replay.virtual import WHOLE, TurnHits, VirtualCache, VirtualRunner
 from asynchicache.testing.oracle import ByteOracle
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import PrefetchPolicy
 from asynchicache_lab.bench.pool_sizes import PoolSizes
+from asynchicache_lab.bench.synthetic import Transcript
 from asynchicache_lab.bench.virtual_tails import TailRunner
+from asynchicache_lab.simulator import WHOLE, TurnHits, VirtualCache, VirtualRunner
 
 
 class TurnRunner:

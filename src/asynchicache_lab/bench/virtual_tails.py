@@ -12,10 +12,10 @@ from collections.abc import Iterable
 
 from asynchicache.hashing import DIGEST_BYTES
 from asynchicache.planner.request_state import RequestState
-from asynchicache.replay.synthetic import Transcript
-from asynchicache.replay.virtual import TurnHits, VirtualCache
 from asynchicache.tree.node import FULL
 from asynchicache.types import Tier
+from asynchicache_lab.bench.synthetic import Transcript
+from asynchicache_lab.simulator import TurnHits, VirtualCache
 
 
 class TailRunner:

@@ -8,12 +8,12 @@ import pytest
 
 from asynchicache.errors import ConfigError
 from asynchicache.planner.request_state import RequestState
-from asynchicache.replay.virtual import VirtualRunner
 from asynchicache.testing.oracle import ByteOracle
 from asynchicache.tree import tails
 from asynchicache.types import Tier
 from asynchicache_lab.bench.multiturn import MultiturnOptions, ceiling, run_multiturn
 from asynchicache_lab.bench.tally import HitReport
+from asynchicache_lab.simulator import VirtualRunner
 
 
 def run(**flags: int | float | bool) -> HitReport:

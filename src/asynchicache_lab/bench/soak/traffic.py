@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from asynchicache.cache import HybridCache, Request
 from asynchicache.errors import ClosedError
 from asynchicache.hashing import namespace_seed, page_digests
-from asynchicache.replay.synthetic import VOCABULARY
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.testing.oracle import ByteOracle
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import Tier, trailing_pages
 from asynchicache_lab.bench.soak.model import HitModel
+from asynchicache_lab.bench.synthetic import VOCABULARY
 
 PAGE = 16
 CHUNK = 8 * PAGE

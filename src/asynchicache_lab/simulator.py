@@ -15,10 +15,11 @@ from typing import NamedTuple
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
-from asynchicache.replay.synthetic import Transcript
+from asynchicache.replay.instant import InstantCache
 from asynchicache.specs import ModelSpec
 from asynchicache.tree.node import FULL, Node
 from asynchicache.types import Direction, Outcome, Tier
+from asynchicache_lab.bench.synthetic import Transcript
 
 WHOLE = 1 << 40
 """Prompts are computed at once, but where windows must move on in between."""
@@ -44,36 +45,6 @@ class TurnHits(NamedTuple):
     by_tier: Mapping[Tier, int]
     verified: int
     wrong: int
-
-
-class InstantCache:
-    """A planner whose copies complete immediately and move nothing; it only tracks locations."""
-
-    def __init__(self, planner: Planner) -> None:
-        self.planner = planner
-
-    def carry_out(self, copies: Iterable[Copy]) -> None:
-        for copy in copies:
-            self.move(copy)
-            node = self.planner.copy_finished(copy, None)
-            if node is None:
-                continue
-            if copy.direction is Direction.BACKUP:
-                self.store(node)
-            else:
-                self.carry_out(self.planner.backups.backup(node))
-
-    def advance(self, request: RequestState, length: int) -> None:
-        """Release a request's pages that precede its windows."""
-        retired = self.planner.windows.retire(request, length)
-        if retired is not None:
-            self.planner.windows.finish(retired)
-
-    def move(self, copy: Copy) -> None:
-        """Hook: move the stamps that represent bytes."""
-
-    def store(self, node: Node) -> None:
-        """Hook: the path to `node` was backed up to the host; write it to storage if there is one."""
 
 
 class VirtualCache(InstantCache):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from asynchicache.hashing import page_digests
-from asynchicache.replay.synthetic import Transcript, draw_tokens
 from asynchicache.testing.oracle import ByteOracle
 from asynchicache.testing.specs import synthetic_spec
+from asynchicache_lab.bench.synthetic import Transcript, draw_tokens
 
 PAGE = 64
 SLOTS = 8
