@@ -195,7 +195,7 @@ def test_what_is_there_is_told_by_component_and_tier_but_not_what_is_writing() -
     sim = simulation(kv=(64, 64), mamba=(8, 8))
     node = published(sim, [1, 2])
     speaker = announcer(sim, [])
-    sim.start(sim.planner.backups.backup(node))
+    sim.carry_out(sim.planner.backups.backup(node))
 
     def present(**writing: Any) -> list[tuple[str, Tier]]:
         return [(event.pool, event.tier) for event in speaker.present(node, **writing)]

@@ -33,7 +33,7 @@ def _settle(sim: Simulation) -> None:
             sim.end_write(0)
         else:
             return
-        sim.start(sim.planner.backups.retry())
+        sim.carry_out(sim.planner.backups.retry())
     raise AssertionError("copies follow on copies for ever")
 
 
@@ -202,7 +202,7 @@ def test_a_state_under_way_is_not_hidden_by_the_pages_before_it():
     while sim.flying:
         sim.end(0)
     sim.end_write(0)
-    sim.start(sim.planner.backups.retry())
+    sim.carry_out(sim.planner.backups.retry())
     sim.end(0)
     pages, state = sim.writing
     assert [*pages.pages] == ["kv"]
@@ -242,7 +242,7 @@ def test_a_partial_backup_before_a_read_is_carried_out():
     assert query is not None
     choice = sim.planner.prefetches.choose(query, {0: b"\1" * 4})
     assert (choice.reading, choice.reason) == (None, MissReason.HOST_CAPACITY)
-    sim.start(choice.backups)
+    sim.carry_out(choice.backups)
     sim.planner.prefetches.release(query)
     sim.close(sim.live[0])
     sim.settle()
@@ -280,17 +280,17 @@ def test_a_state_handed_over_while_its_load_fails_is_lost_once(policy: WritePoli
         _publish(sim, tokens)
         sim.settle()
     books = sim.planner.state
-    sim.start([copy for node in list(books.tree.nodes()) for copy in sim.planner.backups.backup(node)])
+    sim.carry_out([copy for node in list(books.tree.nodes()) for copy in sim.planner.backups.backup(node)])
     sim.settle()
     for place in (place_of(1, Tier.DEVICE), FULL_DEVICE) * 3:
         books.evict(place, 100, dirty=policy is not WritePolicy.WRITE_BACK)
         sim.settle()
     first, second = sim.open([1, 2, 3, 4, 5, 6]), sim.open([1, 2, 3, 4, 7, 8])
     for sequence in (first, second):
-        sim.start(sim.planner.loads.load(sequence))
+        sim.carry_out(sim.planner.loads.load(sequence))
     assert sim.flying
     sim.planner.extend(second, 2)
-    sim.start(sim.planner.publish(second, 6, final=True))
+    sim.carry_out(sim.planner.publish(second, 6, final=True))
 
     while sim.flying:
         sim.end(range(len(sim.flying))[order], failed=True)

@@ -65,7 +65,7 @@ def published(sim: Simulation, tokens: list[int], *stops: int) -> Node:
 
 
 def end(sim: Simulation, copies: list[Copy]) -> None:
-    sim.start(copies)
+    sim.carry_out(copies)
     while sim.flying:
         sim.end(0)
 
@@ -467,7 +467,7 @@ def test_a_window_that_the_tree_had_already_stays_the_requests() -> None:
     first, second = grown(sim, LONG, 8), grown(sim, LONG, 8)
     for request in (first, second):
         for page in range(4):
-            stamp = sim.stamp("kv", sim.digests(request)[page])
+            stamp = sim.digests(request)[page]
             sim.memory["kv", Tier.DEVICE][request.pages[page]] = stamp
         sim.planner.publish(request, 8)
 

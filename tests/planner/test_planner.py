@@ -104,7 +104,7 @@ def test_a_closed_cache_lets_go_of_what_only_finished_requests_borrow():
     sim = Simulation(random.Random(0), slots=ROOMY)
     _serve(sim, [1, 2, 3, 4])
     finished, running = sim.open([1, 2, 3, 4, 5, 6]), sim.open([1, 2, 3, 4, 7, 8])
-    sim.start(sim.planner.loads.load(finished))
+    sim.carry_out(sim.planner.loads.load(finished))
     finished.closed = True
     sim.close(finished)  # its copy is under way, and nobody will tell of its end
     assert finished in sim.planner.state.requests
@@ -122,10 +122,10 @@ def test_a_state_whose_copy_fails_after_it_became_the_trees_is_nobodys_again():
     sim = Simulation(random.Random(0), slots=ROOMY)
     _serve(sim, [1, 2, 3, 4])
     sequence = sim.open([1, 2, 3, 4, 5, 6])
-    sim.start(sim.planner.loads.load(sequence))  # brings the state to a slot of the request's own
+    sim.carry_out(sim.planner.loads.load(sequence))  # brings the state to a slot of the request's own
     (slot,) = sequence.states.values()
     sim.planner.extend(sequence, 2)
-    sim.start(sim.planner.publish(sequence, 6, final=True))  # which is the tree's from now on
+    sim.carry_out(sim.planner.publish(sequence, 6, final=True))  # which is the tree's from now on
     assert not sequence.states
 
     while sim.flying:
@@ -311,7 +311,7 @@ def test_a_backup_that_found_no_room_is_made_up_for():
             sim.end(0)
         else:
             sim.end_write(0)
-            sim.start(sim.planner.backups.retry())
+            sim.carry_out(sim.planner.backups.retry())
     for sequence in open_requests:
         sim.close(sequence)
     sim.verify()

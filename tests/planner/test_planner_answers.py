@@ -256,15 +256,15 @@ def test_a_snapshot_is_published_where_it_was_taken() -> None:
     request = asked(sim, [*SYSTEM, 9])
     sim.load(request)
     assert sim.compute(request, 8)
-    sim.start(sim.planner.snapshot(request, 8))
+    sim.carry_out(sim.planner.snapshot(request, 8))
     (slot,) = request.snapshots.values()
-    sim.start(sim.planner.snapshot(request, 8))
+    sim.carry_out(sim.planner.snapshot(request, 8))
 
     assert request.snapshots == {1: slot}, "the one that it has is written again"
     sim.settle()
     name = sim.planner.state.names[1]
-    assert sim.memory[name, Tier.DEVICE][slot] == sim.stamp(name, sim.digests(request)[3])
-    sim.start(sim.planner.publish(request, 8))
+    assert sim.memory[name, Tier.DEVICE][slot] == sim.digests(request)[3]
+    sim.carry_out(sim.planner.publish(request, 8))
     sim.settle()
     sim.verify()
 
@@ -279,7 +279,7 @@ def test_without_room_for_a_snapshot_the_state_does_not_pass_for_it() -> None:
     assert sim.planner.snapshot(request, 4) == []
     assert sim.planner.state.counters.states_skipped == skipped + 1
     assert request.snapshot_tokens == 4
-    sim.start(sim.planner.publish(request, 4))
+    sim.carry_out(sim.planner.publish(request, 4))
     assert {transfer.pool for copy in sim.flying for transfer in copy.transfers} == {"kv"}, "no state"
 
 
@@ -352,7 +352,7 @@ def test_what_failed_to_come_is_in_quarantine() -> None:
     sim.planner.state.evict(FULL_DEVICE, 64, dirty=True)
     request = asked(sim, [*SYSTEM, 9])
     for copy in sim.planner.loads.load(request):
-        sim.start([copy])
+        sim.carry_out([copy])
         sim.end(sim.flying.index(copy), failed=True)
 
     assert sim.planner.state.free[FULL_DEVICE].quarantined == 4

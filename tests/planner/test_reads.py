@@ -50,7 +50,7 @@ def test_a_reading_is_as_long_as_the_host(simulations: list[Simulation]) -> None
     served(sim, 4)
     query = asked(sim)
     choice = sim.planner.prefetches.choose(query, {0: b"\1" * PAGES})
-    sim.start(choice.backups)
+    sim.carry_out(choice.backups)
 
     assert choice.reading is not None
     assert (choice.reading.target, choice.reason, choice.reach) == (5, MissReason.HOST_CAPACITY, 8)
@@ -109,7 +109,7 @@ def roomy(simulations: list[Simulation], *, mamba: bool = False, swa: int = 0, h
 
 def chosen(sim: Simulation, query: StorageQuery, *present: bytes) -> Reading:
     choice = sim.planner.prefetches.choose(query, dict(enumerate(present)))
-    sim.start(choice.backups)
+    sim.carry_out(choice.backups)
     assert choice.reading is not None
     return choice.reading
 
@@ -122,7 +122,7 @@ def begun(sim: Simulation) -> list[StorageRead]:
 def delivered(sim: Simulation, read: StorageRead, outcomes: list[Outcome] | None = None) -> list[ReadResult]:
     results = sim.planner.prefetches.deliver(read, outcomes or [Outcome.HIT] * len(read.pages))
     for one in results:
-        sim.start(one.backups)
+        sim.carry_out(one.backups)
     return results
 
 
@@ -366,7 +366,7 @@ def test_what_others_computed_meanwhile_is_not_put_in_twice(simulations: list[Si
     served(sim, 10)
     state = sim.planner.state
     for node in list(state.tree.nodes()):
-        sim.start(sim.planner.backups.backup(node))
+        sim.carry_out(sim.planner.backups.backup(node))
     sim.settle()
 
     (gained,) = [result for one in reads for result in delivered(sim, one)]
@@ -527,10 +527,10 @@ def test_who_goes_on_has_what_arrived_in_order(simulations: list[Simulation]) ->
     assert last is not None
     for read in (first, third):
         assert delivered(sim, read) == []
-    sim.start(reader.settle(reading))
+    sim.carry_out(reader.settle(reading))
     assert sim.open(PROMPT).matched_pages == 2
     delivered(sim, gap)
-    sim.start(reader.settle(reading))
+    sim.carry_out(reader.settle(reading))
     assert sim.open(PROMPT).matched_pages == 6
     assert [one.pages for one in delivered(sim, last)] == [8]
 

@@ -24,13 +24,17 @@ class InstantCache:
     def carry_out(self, copies: Iterable[Copy]) -> None:
         for copy in copies:
             self.move(copy)
-            node = self.planner.copy_finished(copy, None)
-            if node is None:
-                continue
-            if copy.direction is Direction.BACKUP:
-                self.store(node)
-            else:
-                self.carry_out(self.planner.backups.backup(node))
+            self.finish(copy)
+
+    def finish(self, copy: Copy, error: Exception | None = None) -> None:
+        """A copy has ended: carry out what follows from it."""
+        node = self.planner.copy_finished(copy, error)
+        if node is None:
+            return
+        if copy.direction is Direction.BACKUP:
+            self.store(node)
+        else:
+            self.carry_out(self.planner.backups.backup(node))
 
     def advance(self, request: RequestState, length: int) -> None:
         """Release a request's pages that precede its windows."""

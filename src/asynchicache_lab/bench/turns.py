@@ -1,5 +1,5 @@
 """Run turns of conversations through the whole cache, with synthetic pools and all bytes checked; and the
-choice between this and `bench.virtual`.
+choice between this and `simulator`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Protocol
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions
 from asynchicache.controller.request import Request
+from asynchicache.planner.planner import Planner
 from asynchicache.testing.oracle import ByteOracle
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import PrefetchPolicy
 from asynchicache_lab.bench.pool_sizes import PoolSizes
 from asynchicache_lab.bench.synthetic import Transcript
-from asynchicache_lab.bench.virtual_tails import TailRunner
 from asynchicache_lab.simulator import WHOLE, TurnHits, VirtualCache, VirtualRunner
 
 
@@ -142,14 +142,12 @@ async def open_runner(
         CacheError: the sizes do not fit into memory.
     """
     spec = synthetic_spec(page_size, tuple(sizes.slots()), window_pages=sizes.window_pages)
-    if tails:
-        yield TailRunner(VirtualCache(spec, sizes.slots(), tails=True), page_size, interval)
-        return
     if not real:
-        yield VirtualRunner(VirtualCache(spec, sizes.slots()), page_size, interval)
+        cache = VirtualCache(Planner(spec, sizes.slots(), tails=tails), sizes.slots())
+        yield VirtualRunner(cache, page_size, interval, tails=tails)
         return
-    async with HybridCache.open(spec, _config(sizes)) as cache:
-        yield TurnRunner(cache, ByteOracle(spec, cache.device_tensor), page_size, interval)
+    async with HybridCache.open(spec, _config(sizes)) as whole:
+        yield TurnRunner(whole, ByteOracle(spec, whole.device_tensor), page_size, interval)
 
 
 def _config(sizes: PoolSizes) -> CacheConfig:

@@ -13,7 +13,7 @@ from asynchicache.tree import tails
 from asynchicache.types import Tier
 from asynchicache_lab.bench.multiturn import MultiturnOptions, ceiling, run_multiturn
 from asynchicache_lab.bench.tally import HitReport
-from asynchicache_lab.simulator import VirtualRunner
+from asynchicache_lab.simulator import VirtualCache
 
 
 def run(**flags: int | float | bool) -> HitReport:
@@ -156,15 +156,14 @@ def test_wrong_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_stamps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute = VirtualRunner._compute
+    check = VirtualCache.check
 
-    def spoil_states(self: VirtualRunner, request: RequestState, length: int, digests: list[bytes]) -> None:
-        compute(self, request, length, digests)
-        memory = self._cache.memory
+    def spoil_states(self: VirtualCache, request: RequestState, stamps: list[bytes]) -> tuple[int, int]:
         for tier in (Tier.DEVICE, Tier.HOST):
-            memory["mamba", tier][:] = [b"spoiled"] * len(memory["mamba", tier])
+            self.memory["mamba", tier][:] = [b"spoiled"] * len(self.memory["mamba", tier])
+        return check(self, request, stamps)
 
-    monkeypatch.setattr(VirtualRunner, "_compute", spoil_states)
+    monkeypatch.setattr(VirtualCache, "check", spoil_states)
     report = run(num_clients=2, num_rounds=3, mamba_slots=40)
 
     assert report.wrong_pages == 4
@@ -184,7 +183,7 @@ def test_a_window_that_is_not_what_was_computed_is_seen(
 
         monkeypatch.setattr(ByteOracle, "write", spoil)
     else:
-        monkeypatch.setattr(VirtualRunner, "_fill", lambda self, request, first, digests: None)
+        monkeypatch.setattr(VirtualCache, "fill", lambda self, request, first, stamps: None)
     report = run(num_clients=2, num_rounds=3, window=128, move_bytes=real)
 
     assert report.wrong_pages > 0
