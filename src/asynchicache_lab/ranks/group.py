@@ -115,8 +115,7 @@ async def seeded_group(
             cache = await stack.enter_async_context(opening)
         workers = [joined[rank] for rank in sorted(joined)]
         devices = [one.device for one in ranks]
-        memories = [one.memory for one in ranks if one.memory is not None]
-        if memories:
+        if memories := [one.memory for one in ranks if one.memory is not None]:
             yield PagedRankMirror(group, cache, workers, devices, links, world.random, memories)
         else:
             yield RankMirror(group, cache, workers, devices, links, world.random)
