@@ -22,14 +22,18 @@ import asynchicache
 from asynchicache.cli.commands import find_commands
 from asynchicache.cli.parser import build_parser
 from asynchicache.config import CacheConfig
+from docs.forked import Examples, examples_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+TUTORIAL = DOCS / "examples" / "tutorial.py"
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 NEEDS = {"litserve_api.py": "litserve", "transformers_ranks.py": "accelerate"}
 """Packages that examples need beside the library's own; `make test` installs them."""
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 _BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
@@ -59,13 +63,9 @@ def blocks(kind: str) -> list[Block]:
     ]
 
 
-def run(example: Path, *how: str) -> subprocess.CompletedProcess[str]:
-    """Run by arguments of Python, or tests by pytest, the other examples as a user runs them."""
-    if example.name.startswith("test_"):
-        how = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-    elif example.name == "transformers_ranks.py":
-        how = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    return subprocess.run(
+def run(example: Path, *how: str) -> tuple[int, str, str]:
+    """The exit code and the output of an example in a process of its own, by arguments of Python."""
+    done = subprocess.run(
         [sys.executable, *how, example.name],
         cwd=example.parent,
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -74,10 +74,17 @@ def run(example: Path, *how: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture(scope="session")
-def output(tmp_path_factory: pytest.TempPathFactory) -> Output:
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examples]:
+    with examples_of(DOCS / "examples", tmp_path_factory.mktemp("examples")) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def output(tmp_path_factory: pytest.TempPathFactory, examples: Examples) -> Output:
     """What an example prints. Each runs once, whichever of pytest's processes asks first."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -88,8 +95,8 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Output:
         with (folder / f"{example.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not kept.exists():
-                done = run(example)
-                kept.write_text(json.dumps([done.returncode, done.stdout, done.stderr]), "utf-8")
+                by_torch = example.name == "transformers_ranks.py"
+                kept.write_text(json.dumps(run(example, *TORCHRUN) if by_torch else examples.run(example)))
         code, out, err = json.loads(kept.read_text("utf-8"))
         assert code == 0, out + err
         return str(out)
@@ -142,13 +149,19 @@ def is_part(passage: str, source: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "example",
+    # `test_tutorial.py` pastes what the tutorial shows of its own
+    [pytest.param(path, marks=pytest.mark.soak) if path == TUTORIAL else path for path in EXAMPLES],
+    ids=lambda path: path.name,
+)
 def test_every_example_runs(example: Path, output: Output) -> None:
     if lacks(example):
         pytest.skip(f"{NEEDS[example.name]} is not installed")
     output(example)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["quickstart.py", "lifespan.py", "serve_engine.py"])
 def test_examples_print_the_same_on_uvloop(name: str, output: Output) -> None:
     pytest.importorskip("uvloop")
@@ -161,10 +174,10 @@ def test_examples_print_the_same_on_uvloop(name: str, output: Output) -> None:
     )
     example = DOCS / "examples" / name
 
-    done = run(example, "-c", script)
+    code, out, err = run(example, "-c", script)
 
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == output(example)
+    assert code == 0, err
+    assert out == output(example)
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
@@ -173,10 +186,12 @@ def test_python_in_pages_is_part_of_an_example(block: Block) -> None:
         assert any(is_part(passage, path.read_text("utf-8")) for path in EXAMPLES), passage
 
 
-@pytest.mark.parametrize("block", blocks("text"), ids=str)
+@pytest.mark.parametrize(
+    "block", [block for block in blocks("text") if block.page != DOCS / "tutorial.md"], ids=str
+)
 def test_output_in_pages_is_what_an_example_prints(block: Block, output: Output) -> None:
     lacking = [path for path in EXAMPLES if lacks(path)]
-    candidates = [path for path in by_kinship(block.page) if path not in lacking]
+    candidates = [path for path in by_kinship(block.page) if path not in (*lacking, TUTORIAL)]
     for passage in passages(block):
         found = any(is_part(passage, output(path)) for path in candidates)
         if not found and any(path.name in block.page.read_text("utf-8") for path in lacking):
