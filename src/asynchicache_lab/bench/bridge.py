@@ -18,7 +18,7 @@ from rich.console import RenderableType
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.ports import AsyncioPort
-from asynchicache.reports import facts
+from asynchicache.reports import Advance, facts
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.streams.drivers import ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice, EmulatedStream
@@ -81,11 +81,14 @@ class BridgeReport:
         return facts(rows, "loop and device")
 
 
-async def run_bridge(options: BridgeOptions) -> BridgeReport:
+async def run_bridge(options: BridgeOptions, advance: Advance = lambda done, of: None) -> BridgeReport:
     """Measure all parts in each round, on emulated streams with one thread each."""
     async with _open_bridge(options) as bridge:
         with _no_garbage_collection():
-            rounds = [await bridge.measure() for _ in range(options.rounds)]
+            rounds = []
+            for number in range(options.rounds):
+                advance(number, options.rounds)
+                rounds.append(await bridge.measure())
     return BridgeReport(*(statistics.median(values) for values in zip(*rounds, strict=True)))
 
 

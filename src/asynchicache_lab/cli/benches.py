@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from importlib import import_module
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from asynchicache.cli.output import CommandResult, Output, result_of
 from asynchicache.errors import ConfigError
@@ -14,23 +17,43 @@ if TYPE_CHECKING:
     from asynchicache_lab.bench.ranks.options import RanksOptions
     from asynchicache_lab.bench.serve.options import ServeBenchOptions
     from asynchicache_lab.bench.soak.options import SoakOptions
-    from asynchicache_lab.bench.storage.options import StorageBenchOptions
 
 
-def multiturn(options: flags.MultiturnOptions, output: Output) -> CommandResult:
-    from asynchicache_lab.bench.multiturn import run_multiturn
+class Bench(NamedTuple):
+    """The function of a command.
 
-    with output.bar("turns") as advance:
-        report = asyncio.run(run_multiturn(options, advance))
-    return result_of(report)
+    Attributes:
+        run: `module:function` below `bench`, of the options and of what moves a bar; returns a report or
+            awaits it.
+        doing: what the bar counts.
+    """
+
+    run: str
+    doing: str
+
+    @property
+    def work(self) -> Callable[..., Any]:
+        return cast("Callable[..., Any]", resolve_name(f"asynchicache_lab.bench.{self.run}"))
+
+    def __call__(self, options: Any, output: Output) -> CommandResult:
+        with output.bar(self.doing) as advance:
+            report = self.work(options, advance)
+            return result_of(asyncio.run(report) if inspect.iscoroutine(report) else report)
 
 
-def shared_prefix(options: flags.SharedPrefixOptions, output: Output) -> CommandResult:
-    from asynchicache_lab.bench.shared_prefix import run_shared_prefix
+multiturn = Bench("multiturn:run_multiturn", "turns")
+shared_prefix = Bench("shared_prefix:run_shared_prefix", "prompts")
+bridge = Bench("bridge:run_bridge", "rounds")
+transfer = Bench("transfer:run_transfer", "pools and layouts")
+overlap = Bench("overlap:run_overlap", "shares")
+storage = Bench("storage.run:run_storage", "rounds")
+_processes = Bench("ranks.run:run_ranks", "requests")
+_simulated = Bench("ranks.simulation:simulate", "requests")
+_serve = Bench("serve.run:run_serve", "rounds")
 
-    with output.bar("prompts") as advance:
-        report = asyncio.run(run_shared_prefix(options, advance))
-    return result_of(report)
+
+def ranks(options: RanksOptions, output: Output) -> CommandResult:
+    return _simulated(options, output) if options.simulated else _processes(options, output)
 
 
 def tree(options: flags.TreeOptions, output: Output) -> CommandResult:
@@ -43,56 +66,11 @@ def tree(options: flags.TreeOptions, output: Output) -> CommandResult:
     return CommandResult(result, bench.present(result))
 
 
-def bridge(options: flags.BridgeOptions, output: Output) -> CommandResult:
-    from asynchicache_lab.bench.bridge import run_bridge
-
-    with output.console.status("crossing the bridge"):
-        report = asyncio.run(run_bridge(options))
-    return result_of(report)
-
-
 def stall(options: flags.StallOptions, output: Output) -> CommandResult:
     from asynchicache_lab.bench.stall import run_stall
 
     with output.console.status("moving pages"):
         report = asyncio.run(run_stall(options))
-    return result_of(report)
-
-
-def transfer(options: flags.TransferOptions, output: Output) -> CommandResult:
-    from asynchicache_lab.bench.transfer import run_transfer
-
-    with output.bar("pools and layouts") as advance:
-        report = asyncio.run(run_transfer(options, advance))
-    return result_of(report)
-
-
-def overlap(options: flags.OverlapOptions, output: Output) -> CommandResult:
-    from asynchicache_lab.bench.overlap import run_overlap
-
-    with output.bar("shares") as advance:
-        report = asyncio.run(run_overlap(options, advance))
-    return result_of(report)
-
-
-def ranks(options: RanksOptions, output: Output) -> CommandResult:
-    from asynchicache_lab.bench.ranks.run import run_ranks
-
-    if options.simulated:
-        from asynchicache_lab.bench.ranks.simulation import simulate
-
-        with output.bar("requests") as advance:
-            return result_of(simulate(options, advance))
-    with output.bar("requests") as advance:
-        report = asyncio.run(run_ranks(options, advance))
-    return result_of(report)
-
-
-def storage(options: StorageBenchOptions, output: Output) -> CommandResult:
-    from asynchicache_lab.bench.storage.run import run_storage
-
-    with output.bar("rounds") as advance:
-        report = asyncio.run(run_storage(options, advance))
     return result_of(report)
 
 
@@ -113,13 +91,11 @@ def serve(options: ServeBenchOptions, output: Output) -> CommandResult:
     try:
         from transformers.utils.logging import set_verbosity_error
 
-        from asynchicache_lab.bench.serve.run import run_serve
+        import_module("asynchicache_lab.bench.serve.run")
     except ModuleNotFoundError as error:
         raise ConfigError(f"bench serve needs {error.name}: pip install 'asynchicache[serve]'") from error
     set_verbosity_error()
-    with output.bar("rounds") as advance:
-        report = asyncio.run(run_serve(options, advance))
-    return result_of(report)
+    return _serve(options, output)
 
 
 def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
