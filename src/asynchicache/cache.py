@@ -6,9 +6,8 @@ import asyncio
 import logging
 import warnings
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol, Self
@@ -19,12 +18,10 @@ import torch
 from asynchicache.config import CacheConfig
 from asynchicache.controller.controller import HybridCacheController
 from asynchicache.controller.event_hub import EventSubscription
-from asynchicache.controller.executor import Executor
 from asynchicache.controller.recorder import TraceRecorder
 from asynchicache.controller.request import Hit, Request
-from asynchicache.controller.statistics import CacheStatistics, GroupStatistics, Occupancy, collect_statistics
-from asynchicache.controller.storage_pools import StoragePools
-from asynchicache.controller.tasks import OwnedTasks, shielded
+from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
+from asynchicache.controller.tasks import shielded
 from asynchicache.errors import (
     ClosedError,
     ConfigError,
@@ -35,94 +32,29 @@ from asynchicache.errors import (
 )
 from asynchicache.events import PagesStored
 from asynchicache.openings import Opening, caller
-from asynchicache.parts import attach_storage, free_memory, open_device
-from asynchicache.planner.checkpoints import CheckpointPolicy
+from asynchicache.parts import (
+    CacheParts,
+    OtherRanks,
+    attach_storage,
+    open_parts,
+)
 from asynchicache.planner.hints import NO_HINT, CacheHint
-from asynchicache.planner.planner import Planner
-from asynchicache.pools.balance import advise_split, find_few_slots, find_undersized_pools
+from asynchicache.pools.balance import advise_split
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.engine import EngineMemory
-from asynchicache.pools.extents import ExtentPlan
-from asynchicache.pools.host import HostPool
-from asynchicache.pools.shared import share
-from asynchicache.pools.sizing import FreeMemory, plan_host_slots, plan_shared_host, plan_slots
-from asynchicache.ports import AsyncioPort, Port
+from asynchicache.ports import Port
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.streams.base import Device, Stream
-from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.tracing import Tracer
-from asynchicache.transfer.copies import PoolMemory
-from asynchicache.transfer.opening import (
-    CopyOptions,
-    HostMemory,
-    allocate_hosts,
-    allocate_memories,
-    close_transfers,
-    growing_pools,
-    open_engine,
-)
 from asynchicache.transfer.remote import RemoteCopies
-from asynchicache.transfer.transfers import Transfers
 from asynchicache.tree.outline import PrefixOutline, outline
-from asynchicache.types import Tier, WritePolicy, key_array, token_array
+from asynchicache.types import key_array, token_array
 
 _log = logging.getLogger(__name__)
 
 _MAX_NAMED = 5
 """Open requests that closing lists."""
-
-
-class OtherRanks(Protocol):
-    """The other ranks of a sharded model; `ranks.RankGroup` is one."""
-
-    async def agree(
-        self,
-        spec: ModelSpec,
-        config: CacheConfig,
-        slots: Mapping[str, tuple[int, int]],
-        memory: FreeMemory,
-        now: Callable[[], float],
-        pages: Mapping[str, int] | None,
-    ) -> Mapping[str, tuple[int, int]]:
-        """Wait for all ranks; returns the slots by pool that every rank has memory for.
-
-        `memory`: what is free here; `pages`: those of an engine that owns the device memory.
-        """
-        ...
-
-    @property
-    def shared_pools(self) -> Collection[str]:
-        """Pools whose host memory other ranks map, once they have agreed."""
-        ...
-
-    async def share(self, hosts: Mapping[str, HostPool]) -> None:
-        """Tell other ranks where the host memory of these pools is."""
-        ...
-
-    def copies(self, here: Transfers) -> Transfers:
-        """Copies on all ranks, given those of this rank."""
-        ...
-
-    def storage(self, sharing: Callable[[int], Iterable[str]]) -> StoragePools:
-        """Storage of all ranks."""
-        ...
-
-    async def start(self, on_failure: Callable[[BaseException], object]) -> None:
-        """Wait until every rank is ready; `on_failure` is called when one is lost."""
-        ...
-
-    async def update_weights(self, version: str) -> None:
-        """Use storage under another weight version on all ranks."""
-        ...
-
-    async def verify(self, free: Mapping[tuple[str, Tier], Sequence[int]], *, idle: bool) -> list[str]:
-        """Describe what other ranks do that contradicts which slots are free here."""
-        ...
-
-    def statistics(self) -> GroupStatistics:
-        """Counters of the other ranks."""
-        ...
 
 
 class RequestTracer(Tracer, Protocol):
@@ -215,7 +147,7 @@ class HybridCache:
             raise ConfigError(f"a cache is opened with a ModelSpec and a CacheConfig, not {given}")
         stack = AsyncExitStack()
         try:
-            parts = await _open_parts(stack, spec, config, storage, port, device, engine, group)
+            parts = await open_parts(stack, spec, config, storage, port, device, engine, group)
         except BaseException:
             # A cancelled caller leaves no lock, thread or task behind.
             await shielded(stack.aclose())
@@ -656,214 +588,6 @@ class HybridCache:
         return (
             f"<HybridCache {word}, {self.spec.model}, {len(state.requests)} requests, {state.free}{failed}>"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class CacheParts:
-    """The opened parts of a cache."""
-
-    device: Device
-    memories: Mapping[str, PoolMemory]
-    hosts: Mapping[str, HostPool]
-    engine: Transfers
-    stored: StoragePools
-    port: Port
-    controller: HybridCacheController
-    group: OtherRanks | None = None
-
-
-async def _open_parts(
-    stack: AsyncExitStack,
-    spec: ModelSpec,
-    config: CacheConfig,
-    storage: StorageBackend | None,
-    port: Port | None,
-    device: Device | None,
-    engine: EngineMemory | RemoteCopies | None,
-    group: OtherRanks | None,
-) -> CacheParts:
-    """Open from the bottom up; the stack closes in the opposite order."""
-    pages = None if engine is None else engine.pages(spec)
-    if engine is not None:
-        config = _for_engine(config, engine, alone=group is None)
-    if port is None:
-        port = AsyncioPort(threads=config.io_threads, seed=config.seed)
-        stack.push_async_callback(port.aclose)
-    kept = stack.enter_context(ExitStack())
-    # An emulated device of the caller must run the same way each time, so nothing is measured.
-    measure = not config.inline if device is None else device.name != "cpu"
-    owned = device is None
-    if device is None:
-        device = open_device(config)
-        kept.callback(device.close)
-    slots, plan = await _agreed_slots(spec, config, free_memory(device), pages, port, group)
-    memories, on_host = await _allocate(spec, slots, plan, device, config, port, kept, engine, group)
-    if owned:  # closes before the memory: a failed device may still run copies
-        kept.callback(device.close)
-    planner = _planner(spec, slots, config, pages, on_host, decides=group is not None or config.ranks == 1)
-    state = planner.state
-    stack.callback(planner.abandon)
-    reactor = CompletionReactor(port)
-    transfers: Transfers
-    if isinstance(engine, RemoteCopies):
-        engine.start(spec, share(on_host.pools, 0 if plan is None else plan.extent_bytes), port)
-        transfers = engine
-    else:
-        copying = CopyOptions(config.copy_path, config.audit, inline=config.inline, measure=measure)
-        transfers = await open_engine(device, memories, spec.layers, port, reactor, copying)
-    leaked = memories or on_host
-    stack.push_async_callback(close_transfers, transfers, reactor, kept, leaked, config.close_seconds)
-    stored = StoragePools(state.sharing) if group is None else group.storage(state.sharing)
-    stack.push_async_callback(stored.aclose)
-    if storage is not None or config.storage is not None:
-        stored.attach(await attach_storage(spec, config, on_host.pools, storage, port))
-    tasks = OwnedTasks()
-    stack.push_async_callback(tasks.aclose)
-    await tasks.ready()
-    copies = transfers if group is None else group.copies(transfers)
-    executor = Executor(planner, device, reactor, copies, tasks)
-    controller = _controller(planner, executor, stored, config, port)
-    if transfers.audit is not None:
-        state.watch_host(transfers.audit.forget)
-    for growth in growing_pools(spec, on_host, port, state.open_host, state.open_extents):
-        tasks.spawn(growth)
-    if group is not None:
-        await group.start(executor.fail)
-    return CacheParts(device, memories, on_host.pools, transfers, stored, port, controller, group)
-
-
-def _controller(
-    planner: Planner, executor: Executor, stored: StoragePools, config: CacheConfig, port: Port
-) -> HybridCacheController:
-    return HybridCacheController(
-        planner,
-        executor,
-        stored,
-        prefetch=config.prefetch,
-        store_bytes=config.store_bytes,
-        count_namespaces=config.count_namespaces,
-        now=port.now,
-    )
-
-
-async def _allocate(
-    spec: ModelSpec,
-    slots: Mapping[str, tuple[int, int]],
-    plan: ExtentPlan | None,
-    device: Device,
-    config: CacheConfig,
-    port: Port,
-    kept: ExitStack,
-    engine: EngineMemory | RemoteCopies | None,
-    group: OtherRanks | None,
-) -> tuple[dict[str, PoolMemory], HostMemory]:
-    """Allocate the memory of both tiers, or of the host alone if the copies run elsewhere."""
-    # Shielded from cancellation: memory that a thread still pins could not be unpinned.
-    memories: dict[str, PoolMemory] = {}
-    if isinstance(engine, RemoteCopies):
-        counts = {name: host for name, (_, host) in slots.items()}
-        every = [pool.name for pool in spec.pools]
-        hosting = partial(allocate_hosts, spec, counts, config.host_layout, kept, mapped=every, plan=plan)
-        hosts = await shielded(port.run_blocking(hosting))
-    else:
-        owned = None if engine is None else engine.pools
-        mapped = () if group is None else group.shared_pools
-        allocate = partial(
-            allocate_memories, spec, slots, device.name, config.host_layout, kept, owned, plan, mapped=mapped
-        )
-        memories, hosts = await shielded(port.run_blocking(allocate))
-    if group is not None:
-        await group.share(hosts.pools)
-    return memories, hosts
-
-
-def _move(hosts: Mapping[str, HostPool], pool: str, sources: list[int], destinations: list[int]) -> None:
-    hosts[pool].move(sources, destinations)
-
-
-def _for_engine(config: CacheConfig, engine: EngineMemory | RemoteCopies, *, alone: bool) -> CacheConfig:
-    """
-    Raises:
-        ConfigError: an option does not fit device memory that an engine owns.
-    """
-    if config.write_policy is WritePolicy.WRITE_BACK:
-        raise ConfigError(
-            "write_policy 'write_back' keeps pages on the device until they are evicted there, but an engine "
-            "owns that memory: use write_through or write_through_selective"
-        )
-    if isinstance(engine, RemoteCopies):
-        if not alone:
-            raise ConfigError("RemoteCopies with a group: copies of a group run in the process of each rank")
-        return msgspec.structs.replace(config, device="cpu", inline=True)  # no work runs on it
-    return msgspec.structs.replace(config, device=engine.device)
-
-
-async def _agreed_slots(
-    spec: ModelSpec,
-    config: CacheConfig,
-    memory: FreeMemory,
-    pages: Mapping[str, int] | None,
-    port: Port,
-    group: OtherRanks | None,
-) -> tuple[dict[str, tuple[int, int]], ExtentPlan | None]:
-    """As `_slots`; of a group, those that every rank has memory for."""
-    slots, plan = _slots(spec, config, memory, pages, alone=group is None)
-    if group is not None:
-        slots = dict(await group.agree(spec, config, slots, memory, port.now, pages))
-    return slots, plan
-
-
-def _slots(
-    spec: ModelSpec,
-    config: CacheConfig,
-    memory: FreeMemory,
-    pages: Mapping[str, int] | None,
-    *,
-    alone: bool,
-) -> tuple[dict[str, tuple[int, int]], ExtentPlan | None]:
-    """Device and host slots of each pool; no device slots if an engine has `pages` of its own. And the host
-    memory that pools share: not with other ranks, whose log has no moves within the host."""
-    may_share = alone and config.host_layout.whole_slots
-    if pages is not None:
-        plan = plan_shared_host(spec, config, pages, memory, engine=True) if may_share else None
-        on_host = plan_host_slots(spec, config, pages, memory, plan)
-        return {name: (0, count) for name, count in on_host.items()}, plan
-    slots = plan_slots(spec, config, memory)
-    device = {name: count for name, (count, _) in slots.items()}
-    for words in find_few_slots(spec, config, device):
-        _log.warning("%s", words)
-    plan = plan_shared_host(spec, config, device, memory, engine=False) if may_share else None
-    shared = {} if plan is None else {name: plan.slots(name) for name in plan.slot_bytes}
-    for pool in find_undersized_pools(spec, slots, config.tokens_per_state):
-        if pool.pool not in shared:
-            _log.warning("%s", pool)
-    return {name: (count, shared.get(name, host)) for name, (count, host) in slots.items()}, plan
-
-
-def _planner(
-    spec: ModelSpec,
-    slots: Mapping[str, tuple[int, int]],
-    config: CacheConfig,
-    pages: Mapping[str, int] | None,
-    on_host: HostMemory,
-    *,
-    decides: bool,
-) -> Planner:
-    """`decides`: no other process must find the same prefixes by itself."""
-    planner = Planner(
-        spec,
-        slots,
-        write_policy=config.write_policy,
-        eviction_policy=config.eviction,
-        clean_share=config.clean_share,
-        checkpoints=CheckpointPolicy.parse(config.checkpoints),
-        engine_pages=pages,
-        page_keys=config.page_keys,
-        tails=config.tails and decides,
-        extents=on_host.plan,
-    )
-    planner.state.on_move = partial(_move, on_host.pools)
-    return planner
 
 
 __all__ = ["CacheStatistics", "Hit", "HybridCache", "Occupancy", "Request"]

@@ -179,7 +179,7 @@ def test_memory_that_cannot_be_mapped_is_an_error(monkeypatch: pytest.MonkeyPatc
     async def part(mirror: RankMirror, workers: list[RankWorker]) -> None:
         raise AssertionError("the group must not form")
 
-    monkeypatch.setattr("asynchicache.transfer.opening.attach_pool", refuse)
+    monkeypatch.setattr("asynchicache.parts.attach_pool", refuse)
     with pytest.raises(ExceptionGroup) as caught:
         in_a_group(part)
     assert {str(one) for one in caught.value.exceptions} == {"its owner has ended"}

@@ -10,10 +10,12 @@ from dataclasses import replace
 
 import pytest
 
+from asynchicache import parts
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig
 from asynchicache.errors import CapacityError
 from asynchicache.layouts import HostLayout
+from asynchicache.parts import HostMemory, allocate_hosts, allocate_memories, growing_pools
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.extents import ExtentMemory, ExtentPlan
@@ -21,9 +23,8 @@ from asynchicache.pools.host import HostPool
 from asynchicache.pools.slabs import Pinner
 from asynchicache.ports import AsyncioPort
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
-from asynchicache.transfer import calibration, opening
+from asynchicache.transfer import calibration
 from asynchicache.transfer.copies import PoolMemory
-from asynchicache.transfer.opening import HostMemory, allocate_hosts, allocate_memories, growing_pools
 from asynchicache.types import trailing_pages
 from asynchicache_lab.bench import copy_rig
 from pools.cuda_runtime import PlayedRuntime
@@ -162,7 +163,7 @@ def _assert_all_was_unpinned(runtime: PlayedRuntime) -> None:
 async def test_a_cache_without_room_on_the_device_leaves_nothing_pinned(
     monkeypatch: pytest.MonkeyPatch, runtime: PlayedRuntime
 ) -> None:
-    monkeypatch.setattr(opening, "DevicePool", _SmallDevice(1))
+    monkeypatch.setattr(parts, "DevicePool", _SmallDevice(1))
 
     with pytest.raises(CapacityError, match="no room on the device"):
         async with HybridCache.open(SPEC, CONFIG):
@@ -187,7 +188,7 @@ async def test_a_cache_whose_opening_is_cancelled_leaves_nothing_pinned(
         async with HybridCache.open(SPEC, CONFIG):
             pass
 
-    monkeypatch.setattr(opening, "DevicePool", slow)
+    monkeypatch.setattr(parts, "DevicePool", slow)
     task = asyncio.create_task(live())
     await begun.wait()
     task.cancel()

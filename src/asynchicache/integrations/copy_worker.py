@@ -12,7 +12,7 @@ from asynchicache.config import CacheConfig
 from asynchicache.controller.tasks import shielded
 from asynchicache.errors import CacheError, ConfigError
 from asynchicache.openings import Opening, caller
-from asynchicache.parts import open_device
+from asynchicache.parts import CopyOptions, close_transfers, open_device, open_engine
 from asynchicache.pools.engine import EngineMemory
 from asynchicache.pools.host import HostPool, SteppedMemory
 from asynchicache.pools.shared import HostHandle, attach_pools
@@ -23,7 +23,6 @@ from asynchicache.streams.base import Device, Event, Stream, check_stream
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.engine import TransferEngine
-from asynchicache.transfer.opening import CopyOptions, close_transfers, open_engine
 from asynchicache.transfer.plan import CacheOperation
 from asynchicache.transfer.remote import CopyOrder, CopyResult
 from asynchicache.transfer.statistics import TransferStatistics

@@ -15,7 +15,16 @@ from asynchicache.config import CacheConfig
 from asynchicache.controller.storage_pools import StoragePools
 from asynchicache.controller.tasks import OneLoop, OwnedTasks, shielded
 from asynchicache.errors import CacheError, RankError, RankLostError, UsageError
-from asynchicache.parts import attach_storage, free_memory, open_device, rank_parts
+from asynchicache.parts import (
+    CopyOptions,
+    allocate_memories,
+    attach_storage,
+    close_transfers,
+    free_memory,
+    open_device,
+    open_engine,
+    rank_parts,
+)
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.engine import EngineMemory
 from asynchicache.pools.host import HostPool, grow_pool
@@ -38,7 +47,6 @@ from asynchicache.streams.base import Device, Stream
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.engine import TransferEngine
-from asynchicache.transfer.opening import CopyOptions, allocate_memories, close_transfers, open_engine
 
 logger = logging.getLogger(__name__)
 
