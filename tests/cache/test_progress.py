@@ -15,6 +15,7 @@ from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import ShedReason
 from cache.engine import SPEC, Engine, config
+from soaking import first
 
 PAGES_ONLY = synthetic_spec(4, ("kv",))
 OPTIONS = {"device_slots": {"kv": 200, "mamba": 40}, "host_slots": {"kv": 400, "mamba": 80}}
@@ -24,7 +25,7 @@ CALL_SECONDS = 5e-3
 BOUND = 200 * CALL_SECONDS
 """Virtual seconds in which a wait must have ended; the traffic goes on for longer than a test waits."""
 
-SEEDS = pytest.mark.parametrize("seed", range(5))
+SEEDS = pytest.mark.parametrize("seed", first(2, range(5)))
 
 
 @asynccontextmanager
@@ -89,7 +90,7 @@ WAITS: dict[str, Wait] = {
 @pytest.mark.parametrize("wait", WAITS)
 def test_it_ends_while_others_go_on(seed: int, wait: str) -> None:
     async def main(world: SeededWorld) -> None:
-        async with traffic(world, 12) as (cache, _), asyncio.timeout(BOUND):
+        async with traffic(world, 6) as (cache, _), asyncio.timeout(BOUND):
             await WAITS[wait](cache)
 
     run_seeded(seed, main)
@@ -100,7 +101,7 @@ def test_what_was_shed_is_written_for_who_waits_for_it(seed: int) -> None:
     """So few bytes may be in flight that nearly every write is shed."""
 
     async def main(world: SeededWorld) -> None:
-        async with traffic(world, 12, store_bytes=1) as (cache, _), asyncio.timeout(BOUND):
+        async with traffic(world, 6, store_bytes=1) as (cache, _), asyncio.timeout(BOUND):
             await durable(cache)
             assert cache.statistics().traffic.shed[ShedReason.BUDGET] > 0
 

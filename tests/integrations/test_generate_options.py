@@ -24,6 +24,7 @@ from asynchicache import CacheConfig, UsageError
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.transformers.generate import CachedGenerate, prefix_cached
 from integrations.zoo import PAGE, random_tokens, tiny_model, tiny_spec
+from soaking import first
 
 PROMPT = torch.tensor([random_tokens(50)])
 NEW = 6
@@ -140,7 +141,7 @@ SERVED = (
 )
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3_5"])
+@pytest.fixture(scope="module", params=first(2, ["llama", "qwen3_5", "gemma3"]))
 def cached(request: pytest.FixtureRequest) -> Iterator[tuple[str, CachedGenerate]]:
     slots = {pool.name: 32 for pool in tiny_spec(request.param).owners}
     with prefix_cached(

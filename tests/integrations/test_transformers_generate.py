@@ -13,7 +13,7 @@ from asynchicache import HybridCache, Request
 from asynchicache.integrations.transformers.bridge import CacheBridge
 from asynchicache.integrations.transformers.forward import prefill
 from integrations.tiers import loaded, open_tiers, publish
-from integrations.zoo import ALL, PAGE, SLICE, random_tokens, tiny_model
+from integrations.zoo import ALL, FEW, PAGE, random_tokens, tiny_model
 
 pytestmark = pytest.mark.asyncio
 
@@ -100,13 +100,13 @@ async def check_two_turns(name: str) -> None:
         assert len(set(answer)) == ANSWER
 
 
-@pytest.mark.parametrize("name", [*SLICE, "jamba"])
+@pytest.mark.parametrize("name", FEW)
 async def test_two_turns(name: str) -> None:
     await check_two_turns(name)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", [name for name in ALL if name not in (*SLICE, "jamba")])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in FEW])
 async def test_two_turns_of_every_other_model(name: str) -> None:
     await check_two_turns(name)
 

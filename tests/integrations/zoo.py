@@ -28,6 +28,8 @@ MAIN = ALL[: ALL.index("qwen2")]
 """The models that every property is checked on; the others are checked for their shapes."""
 SLICE = ("qwen3_5", "bamba", "gemma3", "lfm3", "deepseek_v32", "deepseek_v4", "qwen4_exp")
 """One model for each kind of layer; all others take part in what is slow only in `make soak`."""
+FEW = ("qwen3_5", "gemma3", "deepseek_v32")
+"""States, windows, and latents with index keys: enough for what does not depend on how a layer is kept."""
 
 
 def tiny_config(name: str) -> PreTrainedConfig:

@@ -13,6 +13,7 @@ from asynchicache.tree.eviction import evict
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, Node, place_of
 from asynchicache.tree.radix_tree import Pages, PathLease, UnifiedRadixTree
 from asynchicache.types import TOKEN_BYTES, Tier, trailing_pages
+from soaking import first
 
 PAGE = 4
 SEEDS = (b"", b"n" * 32)
@@ -114,7 +115,7 @@ def a_sequence(draw: random.Random, known: list[array[int]]) -> array[int]:
 
 
 @pytest.mark.parametrize("states", [False, True])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", first(3, range(6)))
 def test_hits_are_the_longest_that_could_be_resumed(seed, states):
     draw, bed, known, found = random.Random(seed), Bed(states=states), [], 0
     for _ in range(400):
