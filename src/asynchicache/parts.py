@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator,
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -47,12 +47,13 @@ from asynchicache.transfer.audit import PageAudit
 from asynchicache.transfer.calibration import measured_paths
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.engine import TransferEngine
-from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.remote import RemoteCopies
 from asynchicache.transfer.transfers import Transfers
 from asynchicache.types import Tier, WritePolicy
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class OtherRanks(Protocol):
@@ -135,33 +136,20 @@ async def open_parts(
     pages = None if engine is None else engine.pages(spec)
     if engine is not None:
         config = _for_engine(config, engine, alone=group is None)
-    if port is None:
-        port = AsyncioPort(threads=config.io_threads, seed=config.seed)
-        stack.push_async_callback(port.aclose)
-    kept = stack.enter_context(ExitStack())
-    # An emulated device of the caller must run the same way each time, so nothing is measured.
-    measure = not config.inline if device is None else device.name != "cpu"
-    owned = device is None
-    if device is None:
-        device = open_device(config)
-        kept.callback(device.close)
+    opened = OpenedDevice(stack, config, port, device)
+    port, device = opened.port, opened.device
     slots, plan = await _agreed_slots(spec, config, free_memory(device), pages, port, group)
-    memories, on_host = await _allocate(spec, slots, plan, device, config, port, kept, engine, group)
-    if owned:  # closes before the memory: a failed device may still run copies
-        kept.callback(device.close)
+    memories, on_host = await _allocate(spec, slots, plan, opened, config.host_layout, engine, group)
     planner = _planner(spec, slots, config, pages, on_host, decides=group is not None or config.ranks == 1)
     state = planner.state
     stack.callback(planner.abandon)
-    reactor = CompletionReactor(port)
     transfers: Transfers
     if isinstance(engine, RemoteCopies):
         engine.start(spec, share(on_host.pools, 0 if plan is None else plan.extent_bytes), port)
         transfers = engine
+        opened.close_after(transfers, on_host)
     else:
-        copying = CopyOptions(config.copy_path, config.audit, inline=config.inline, measure=measure)
-        transfers = await open_engine(device, memories, spec.layers, port, reactor, copying)
-    leaked = memories or on_host
-    stack.push_async_callback(close_transfers, transfers, reactor, kept, leaked, config.close_seconds)
+        transfers = await opened.transfers(memories, spec.layers)
     stored = StoragePools(state.sharing) if group is None else group.storage(state.sharing)
     stack.push_async_callback(stored.aclose)
     if storage is not None or config.storage is not None:
@@ -170,7 +158,7 @@ async def open_parts(
     stack.push_async_callback(tasks.aclose)
     await tasks.ready()
     copies = transfers if group is None else group.copies(transfers)
-    executor = Executor(planner, device, reactor, copies, tasks)
+    executor = Executor(planner, device, opened.reactor, copies, tasks)
     controller = _controller(planner, executor, stored, config, port)
     if transfers.audit is not None:
         state.watch_host(transfers.audit.forget)
@@ -199,28 +187,24 @@ async def _allocate(
     spec: ModelSpec,
     slots: Mapping[str, tuple[int, int]],
     plan: ExtentPlan | None,
-    device: Device,
-    config: CacheConfig,
-    port: Port,
-    kept: ExitStack,
+    opened: OpenedDevice,
+    layout: HostLayout,
     engine: EngineMemory | RemoteCopies | None,
     group: OtherRanks | None,
 ) -> tuple[dict[str, PoolMemory], HostMemory]:
     """Allocate the memory of both tiers, or of the host alone if the copies run elsewhere."""
-    # Shielded from cancellation: memory that a thread still pins could not be unpinned.
     memories: dict[str, PoolMemory] = {}
     if isinstance(engine, RemoteCopies):
         counts = {name: host for name, (_, host) in slots.items()}
         every = [pool.name for pool in spec.pools]
-        hosting = partial(allocate_hosts, spec, counts, config.host_layout, kept, mapped=every, plan=plan)
-        hosts = await shielded(port.run_blocking(hosting))
+        hosts = await opened.allocate(partial(allocate_hosts, spec, counts, layout, mapped=every, plan=plan))
     else:
         owned = None if engine is None else engine.pools
         mapped = () if group is None else group.shared_pools
-        allocate = partial(
-            allocate_memories, spec, slots, device.name, config.host_layout, kept, owned, plan, mapped=mapped
+        name = opened.device.name
+        memories, hosts = await opened.allocate(
+            partial(allocate_memories, spec, slots, name, layout, pages=owned, plan=plan, mapped=mapped)
         )
-        memories, hosts = await shielded(port.run_blocking(allocate))
     if group is not None:
         await group.share(hosts.pools)
     return memories, hosts
@@ -313,22 +297,6 @@ def _planner(
     )
     planner.state.on_move = partial(_move, on_host.pools)
     return planner
-
-
-class CopyOptions(NamedTuple):
-    """How pages are copied.
-
-    Attributes:
-        path: the copy path; None chooses by measured rates.
-        audit: share of the pages that leave the device whose bytes are compared when they return.
-        inline: enqueue on the loop.
-        measure: whether to measure; if not, recorded rates of a CPU are used.
-    """
-
-    path: CopyPath | None
-    audit: float
-    inline: bool
-    measure: bool
 
 
 class HostMemory(NamedTuple):
@@ -488,64 +456,96 @@ def _growing_extents(
     yield from (grow_pool(port, memory, tell) for memory in memories if memory.growing)
 
 
-async def open_engine(
-    device: Device,
-    memories: Mapping[str, PoolMemory],
-    layers: int,
-    port: Port,
-    reactor: CompletionReactor,
-    options: CopyOptions,
-) -> TransferEngine:
-    """An engine over `memories`, after measuring its device's copy paths.
-
-    Raises:
-        ConfigError: the requested path is not available.
-    """
-    paths = None
-    if options.measure and options.path is None:
-        paths = await port.run_blocking(partial(measured_paths, device.name))
-    audit = None
-    if options.audit:
-        devices = {name: memory.device for name, memory in memories.items()}
-        audit = PageAudit(devices, options.audit, random.Random(port.random.random()))
-    return TransferEngine(
-        device,
-        memories,
-        layers,
-        port,
-        reactor,
-        submit_inline=options.inline,
-        paths=paths,
-        copy_path=options.path,
-        audit=audit,
-    )
-
-
 _leaked: dict[ExitStack, object] = {}
 """Memory that a copy may still write to, and what would close it; kept until the process ends."""
 
 
-async def close_transfers(
-    engine: Transfers,
-    reactor: CompletionReactor,
-    kept: ExitStack,
-    memories: object,
-    seconds: float,
-) -> None:
-    """Close the engine, then the memory and the device, unless a copy is still in flight.
+class OpenedDevice:
+    """A device, and the memory that its copies use, which are closed once no copy runs.
 
-    Memory that a copy may still write to is leaked on purpose, never freed: its next owner would find foreign
-    bytes in it. The device is leaked too, because closing it would wait for the copy.
+    Attributes:
+        port, device: those given, or opened here.
+        reactor: tells when work of the device has ended.
     """
-    idle = kept.pop_all()
-    _leaked[idle] = memories  # stays there if this is cancelled
-    # Operations that were given up may not be enqueued yet, so the reactor need not know of them.
-    given_up = await engine.aclose(seconds)
-    if await reactor.aclose(seconds) or given_up:
-        _log.error("closed with copies in flight; the device and the host memory are leaked")
-    else:
-        del _leaked[idle]
-        idle.close()
+
+    def __init__(
+        self, stack: AsyncExitStack, config: CacheConfig, port: Port | None, device: Device | None
+    ) -> None:
+        """
+        Args:
+            stack: closes what is opened here.
+            config: names the device, how copies run and how long closing waits.
+            port, device: given ones stay open.
+        """
+        if port is None:
+            port = AsyncioPort(threads=config.io_threads, seed=config.seed)
+            stack.push_async_callback(port.aclose)
+        self.port = port
+        self.reactor = CompletionReactor(port)
+        self._config = config
+        self._stack = stack
+        self._kept = stack.enter_context(ExitStack())
+        self._owned = device is None
+        # An emulated device of the caller must run the same way each time, so nothing is measured.
+        self._measures = not config.inline if device is None else device.name != "cpu"
+        if device is None:
+            device = open_device(config)
+            self._kept.callback(device.close)
+        self.device = device
+
+    async def allocate(self, allocate: Callable[[ExitStack], T]) -> T:
+        """What `allocate` returns, run in a thread; the stack it takes closes the memory after all copies."""
+        # Shielded from cancellation: memory that a thread still pins could not be unpinned.
+        memory = await shielded(self.port.run_blocking(partial(allocate, self._kept)))
+        if self._owned:  # closes before the memory: a failed device may still run copies
+            self._kept.callback(self.device.close)
+        return memory
+
+    async def transfers(self, memories: Mapping[str, PoolMemory], layers: int) -> TransferEngine:
+        """Open an engine over `memories`, after measuring the device's copy paths.
+
+        Raises:
+            ConfigError: the requested path is not available.
+        """
+        config, paths, audit = self._config, None, None
+        if self._measures and config.copy_path is None:
+            paths = await self.port.run_blocking(partial(measured_paths, self.device.name))
+        if config.audit:
+            devices = {name: memory.device for name, memory in memories.items()}
+            audit = PageAudit(devices, config.audit, random.Random(self.port.random.random()))
+        engine = TransferEngine(
+            self.device,
+            memories,
+            layers,
+            self.port,
+            self.reactor,
+            submit_inline=config.inline,
+            paths=paths,
+            copy_path=config.copy_path,
+            audit=audit,
+        )
+        self.close_after(engine, memories)
+        return engine
+
+    def close_after(self, transfers: Transfers, memories: object) -> None:
+        """Have the stack close `transfers`, then the memory and the device."""
+        self._stack.push_async_callback(self._close, transfers, memories)
+
+    async def _close(self, transfers: Transfers, memories: object) -> None:
+        """Close the copies, then the memory and the device, unless a copy is still in flight.
+
+        Memory that a copy may still write to is leaked on purpose, never freed: its next owner would find
+        foreign bytes in it. The device is leaked too, because closing it would wait for the copy.
+        """
+        idle, seconds = self._kept.pop_all(), self._config.close_seconds
+        _leaked[idle] = memories  # stays there if this is cancelled
+        # Operations that were given up may not be enqueued yet, so the reactor need not know of them.
+        given_up = await transfers.aclose(seconds)
+        if await self.reactor.aclose(seconds) or given_up:
+            _log.error("closed with copies in flight; the device and the host memory are leaked")
+        else:
+            del _leaked[idle]
+            idle.close()
 
 
 def open_device(config: CacheConfig) -> Device:

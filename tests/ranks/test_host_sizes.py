@@ -86,7 +86,7 @@ def test_a_group_opens_with_sizes_that_its_host_has_memory_for(
     replicated: bool, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = FreeMemory(1 << 20, 1 << 20, shared=False)
-    for module in ("asynchicache.cache", "asynchicache.ranks.worker"):
+    for module in ("asynchicache.parts", "asynchicache.ranks.worker"):
         monkeypatch.setattr(f"{module}.free_memory", lambda device: free)
     whole = synthetic_spec(4, ("kv",))
     specs = [replace(whole, pools=(replace(whole.pools[0], replicated=replicated),))] * 3

@@ -8,19 +8,20 @@ from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import Self
 
+import msgspec
+
 from asynchicache.config import CacheConfig
 from asynchicache.controller.tasks import shielded
 from asynchicache.errors import CacheError, ConfigError
 from asynchicache.openings import Opening, caller
-from asynchicache.parts import CopyOptions, close_transfers, open_device, open_engine
+from asynchicache.parts import OpenedDevice
 from asynchicache.pools.engine import EngineMemory
 from asynchicache.pools.host import HostPool, SteppedMemory
 from asynchicache.pools.shared import HostHandle, attach_pools
 from asynchicache.pools.slabs import Pinner
-from asynchicache.ports import AsyncioPort, Port
+from asynchicache.ports import Port
 from asynchicache.specs import ModelSpec
 from asynchicache.streams.base import Device, Event, Stream, check_stream
-from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.plan import CacheOperation
@@ -84,24 +85,15 @@ class CopyWorker:
         stack = AsyncExitStack()
         try:
             memory.pages(spec)  # checks that they fit each other
-            if port is None:
-                port = AsyncioPort(threads=config.io_threads)
-                stack.push_async_callback(port.aclose)
-            kept = stack.enter_context(ExitStack())
-            measure = not config.inline and device is None
-            if device is None:
-                device = open_device(_named(config, memory.device))
-                kept.callback(device.close)
-            hosts = await shielded(port.run_blocking(partial(_attach, spec, host, memory.device, kept)))
+            config = msgspec.structs.replace(config, device=memory.device, audit=0.0)
+            opened = OpenedDevice(stack, config, port, device)
+            hosts = await opened.allocate(partial(_attach, spec, host, memory.device))
             memories = {name: PoolMemory(memory.pools[name], pool) for name, pool in hosts.items()}
-            reactor = CompletionReactor(port)
-            options = CopyOptions(config.copy_path, 0.0, inline=config.inline, measure=measure)
-            engine = await open_engine(device, memories, spec.layers, port, reactor, options)
-            stack.push_async_callback(close_transfers, engine, reactor, kept, memories, config.close_seconds)
+            engine = await opened.transfers(memories, spec.layers)
         except BaseException:
             await shielded(stack.aclose())
             raise
-        return cls(device, engine, stack)
+        return cls(opened.device, engine, stack)
 
     def mark(self, stream: Stream) -> Event:
         """An event behind the work enqueued on a stream now, for `run`; from any thread.
@@ -160,11 +152,6 @@ class CopyWorker:
     async def aclose(self) -> None:
         """Wait for copies in flight, and unmap the host memory. Idempotent."""
         await shielded(self._stack.aclose())
-
-
-def _named(config: CacheConfig, device: str) -> CacheConfig:
-    """The configuration of the device that has the memory."""
-    return CacheConfig(device=device, inline=config.inline)
 
 
 def _attach(spec: ModelSpec, host: HostHandle, device: str, kept: ExitStack) -> Mapping[str, HostPool]:

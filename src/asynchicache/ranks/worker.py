@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import msgspec
@@ -13,16 +13,13 @@ import torch
 
 from asynchicache.config import CacheConfig
 from asynchicache.controller.storage_pools import StoragePools
-from asynchicache.controller.tasks import OneLoop, OwnedTasks, shielded
+from asynchicache.controller.tasks import OneLoop, OwnedTasks
 from asynchicache.errors import CacheError, RankError, RankLostError, UsageError
 from asynchicache.parts import (
-    CopyOptions,
+    OpenedDevice,
     allocate_memories,
     attach_storage,
-    close_transfers,
     free_memory,
-    open_device,
-    open_engine,
     rank_parts,
 )
 from asynchicache.pools.device import DevicePool
@@ -31,7 +28,7 @@ from asynchicache.pools.host import HostPool, grow_pool
 from asynchicache.pools.shared import HostHandle
 from asynchicache.pools.shared import share as handle_of
 from asynchicache.pools.sizing import FreeMemory, plan_host_slots, plan_slots
-from asynchicache.ports import AsyncioPort, Port
+from asynchicache.ports import Port
 from asynchicache.ranks.follower import AppliedStep, RankFollower
 from asynchicache.ranks.handshake import build_of
 from asynchicache.ranks.host_sizes import need_of
@@ -44,9 +41,7 @@ from asynchicache.ranks.sharing import share_of, sharing_key
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.streams.base import Device, Stream
-from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.copies import PoolMemory
-from asynchicache.transfer.engine import TransferEngine
 
 logger = logging.getLogger(__name__)
 
@@ -113,18 +108,11 @@ class RankWorker:
                 link = await _connect(Address.parse(address), limits.joining)
             stack.push_async_callback(link.aclose)
             hand = HandshakeLink(link)
-            if port is None:
-                port = AsyncioPort(threads=config.io_threads, seed=config.seed)
-                stack.push_async_callback(port.aclose)
-            kept = stack.enter_context(ExitStack())
-            owned = device is None
-            if device is None:
-                device = open_device(config)
-                kept.callback(device.close)
+            opened = OpenedDevice(stack, config, port, device)
             number = config.rank if rank is None else rank
-            welcome = await _greet(hand, spec, config, number, token, device, engine, limits)
-            opening = partial(_open, stack, kept, spec, config, hand, port, device, storage, engine, limits)
-            worker = await _ready(hand, opening(number, welcome, owned=owned))
+            welcome = await _greet(hand, spec, config, number, token, opened.device, engine, limits)
+            opening = _open(stack, spec, config, hand, opened, storage, engine, limits, number, welcome)
+            worker = await _ready(hand, opening)
             tasks = OwnedTasks()
             stack.push_async_callback(tasks.aclose)
             await tasks.ready()
@@ -298,52 +286,41 @@ async def _ready(hand: HandshakeLink, opening: Coroutine[object, object, RankWor
 
 async def _open(
     stack: AsyncExitStack,
-    kept: ExitStack,
     spec: ModelSpec,
     config: CacheConfig,
     hand: HandshakeLink,
-    port: Port,
-    device: Device,
+    opened: OpenedDevice,
     storage: StorageBackend | None,
     engine: EngineMemory | None,
     limits: RankLimits,
     rank: int,
     welcome: Welcome,
-    *,
-    owned: bool,
 ) -> RankWorker:
     """Allocate the agreed memory and open storage, from the bottom up."""
-    share = share_of(spec, rank, welcome.sharing)
+    port, share = opened.port, share_of(spec, rank, welcome.sharing)
     attached = await _shared_memory(hand, limits) if share.place else None
     allocate = partial(
         allocate_memories,
         spec,
         welcome.slots,
-        device.name,
+        opened.device.name,
         config.host_layout,
-        kept,
-        None if engine is None else engine.pools,
+        pages=None if engine is None else engine.pools,
         mapped=share.pools,
         attached=attached,
     )
-    memories, _ = await shielded(port.run_blocking(allocate))
+    memories, _ = await opened.allocate(allocate)
     if share.pools and attached is None:
         own = {name: memories[name].host for name in share.pools}
         hand.send(MemoryHandles(handle_of(own)))
-    if owned:
-        kept.callback(device.close)
-    reactor = CompletionReactor(port)
-    measure = not config.inline if owned else device.name != "cpu"
-    copying = CopyOptions(config.copy_path, config.audit, inline=config.inline, measure=measure)
-    copies: TransferEngine = await open_engine(device, memories, spec.layers, port, reactor, copying)
-    stack.push_async_callback(close_transfers, copies, reactor, kept, memories, config.close_seconds)
+    copies = await opened.transfers(memories, spec.layers)
     for memory in memories.values():  # the leader hands out slots only once every rank has all of them
         if memory.host.growing:
             await grow_pool(port, memory.host, lambda _: None)
     hosts = {name: memory.host for name, memory in memories.items()}
     stored = SharedStorage(lambda _: (), share)
     stack.push_async_callback(stored.aclose)
-    follower = RankFollower(welcome.incarnation, device, copies, memories, stored, port.now, share)
+    follower = RankFollower(welcome.incarnation, opened.device, copies, memories, stored, port.now, share)
     if storage is not None or config.storage is not None:
         stored.attach(await attach_storage(spec, config, hosts, storage, port))
         follower.update_weights = partial(_open_again, stored, spec, config, hosts, storage, port)
