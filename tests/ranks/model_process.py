@@ -11,11 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from asynchicache.ranks.options import RankLimits
 from asynchicache.ranks.worker import RankWorker
 from asynchicache.streams.drivers import ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
-from ranks.sharded_model import TOKEN, Job, ModelRank, join_model, options, rank_spec
+from ranks.sharded_model import LIMITS, TOKEN, Job, ModelRank, join_model, options, rank_spec
 
 
 async def main(name: str, folder: Path) -> None:
@@ -28,7 +27,7 @@ async def main(name: str, folder: Path) -> None:
         f"unix:{folder / 'group'}",
         TOKEN,
         rank=1,
-        limits=RankLimits(joining=300),
+        limits=LIMITS,
         device=device,
     )
     async with joining as worker:

@@ -18,7 +18,7 @@ from asynchicache.testing.oracle import ByteOracle
 from asynchicache.testing.paged import PagedMemory
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import token_array
-from ranks.launch import launch
+from ranks.launch import Follower, launch
 
 PAGE = 4
 SPEC = synthetic_spec(PAGE, ("kv",))
@@ -53,7 +53,7 @@ class ProcessGroup:
         self,
         group: RankGroup,
         cache: HybridCache,
-        followers: Sequence[asyncio.subprocess.Process],
+        followers: Sequence[Follower],
         engine: PagedMemory | None = None,
     ) -> None:
         self.group = group
@@ -111,7 +111,7 @@ class ProcessGroup:
             wrong += sum(await asyncio.gather(*(self._tell(one, line) for one in self.followers)))
         return wrong
 
-    async def _tell(self, follower: asyncio.subprocess.Process, line: object) -> int:
+    async def _tell(self, follower: Follower, line: object) -> int:
         assert follower.stdin is not None
         assert follower.stdout is not None
         try:

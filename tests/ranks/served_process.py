@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from asynchicache.integrations.transformers.follower import run_follower
-from asynchicache.ranks.options import RankLimits
-from ranks.sharded_model import TOKEN, join_model, options, rank_model, rank_spec
+from ranks.sharded_model import LIMITS, TOKEN, join_model, options, rank_model, rank_spec
 
 
 def main(name: str, folder: Path) -> None:
@@ -20,7 +19,7 @@ def main(name: str, folder: Path) -> None:
         TOKEN,
         rank=1,
         config=options(name, folder / "pages"),
-        limits=RankLimits(joining=300),
+        limits=LIMITS,
     )
     asyncio.run(following)
 

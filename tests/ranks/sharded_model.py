@@ -17,6 +17,7 @@ from asynchicache import CacheConfig, ModelSpec
 from asynchicache.integrations.transformers.forward import decode, prefill
 from asynchicache.integrations.transformers.layers import PoolMap
 from asynchicache.integrations.transformers.snapshot import new_cache, restore, write_pages, write_states
+from asynchicache.ranks.options import RankLimits
 from integrations.zoo import PAGE, tiny_config, tiny_model, tiny_spec
 from ranks import staged_model
 
@@ -24,6 +25,8 @@ RANKS = 2
 STAGED = "qwen3_5 in stages"
 """The model that is cut into pipeline stages; others are cut by tensor parallelism."""
 TOKEN = "of this test"
+LIMITS = RankLimits(joining=300, silence=120)
+"""On a machine that others use, a model computes for longer than ranks may usually be silent."""
 DIVIDED = (
     "num_attention_heads",
     "num_key_value_heads",

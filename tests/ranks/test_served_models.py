@@ -10,16 +10,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from torch import distributed
 
 from asynchicache import RankError
 from asynchicache.integrations.transformers.calls import Feed, Restore
 from asynchicache.integrations.transformers.model import PrefixCachedModel
 from asynchicache.ranks.joining import RankGroup
-from asynchicache.ranks.options import RankLimits
 from integrations.zoo import PAGE, random_tokens
-from ranks.launch import launch
+from ranks.launch import Follower, launch
 from ranks.sharded_model import (
+    LIMITS,
     RANKS,
     STAGED,
     TOKEN,
@@ -38,14 +39,14 @@ pytestmark = pytest.mark.asyncio
 @asynccontextmanager
 async def served(
     name: str, folder: Path, **more: float
-) -> AsyncIterator[tuple[PrefixCachedModel, RankGroup, asyncio.subprocess.Process]]:
+) -> AsyncIterator[tuple[PrefixCachedModel, RankGroup, Follower]]:
     """Both processes, until the end of the block; the last is the follower's, which ends by itself."""
     (folder / "model").unlink(missing_ok=True)
     (folder / "pages").mkdir(exist_ok=True)
     follower = await launch("served_process.py", name, str(folder))
     try:
         await asyncio.to_thread(join_model, folder, 0)
-        limits = RankLimits(joining=300, **more)
+        limits = replace(LIMITS, **more)
         async with RankGroup.listen(f"unix:{folder / 'group'}", TOKEN, limits, ranks=RANKS) as group:
             opening = PrefixCachedModel.open(
                 rank_model(name, 0),

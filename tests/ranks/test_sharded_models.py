@@ -14,11 +14,11 @@ from torch import distributed
 from asynchicache import HybridCache
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.ranks.joining import RankGroup
-from asynchicache.ranks.options import RankLimits
 from asynchicache.types import token_array
 from integrations.zoo import PAGE, random_tokens
-from ranks.launch import launch
+from ranks.launch import Follower, launch
 from ranks.sharded_model import (
+    LIMITS,
     RANKS,
     STAGED,
     TOKEN,
@@ -44,7 +44,7 @@ class ModelGroup:
         group: RankGroup,
         cache: HybridCache,
         model: ModelRank,
-        follower: asyncio.subprocess.Process,
+        follower: Follower,
     ) -> None:
         self.cache = cache
         self._name = name
@@ -89,9 +89,7 @@ async def life(name: str, folder: Path) -> AsyncIterator[ModelGroup]:
     assert follower.stdin is not None
     try:
         async with (
-            RankGroup.listen(
-                f"unix:{folder / 'group'}", TOKEN, RankLimits(joining=300), ranks=RANKS
-            ) as group,
+            RankGroup.listen(f"unix:{folder / 'group'}", TOKEN, LIMITS, ranks=RANKS) as group,
             HybridCache.open(rank_spec(name, 0), options(name, folder / "pages"), group=group) as cache,
         ):
             await asyncio.to_thread(join_model, folder, 0)
