@@ -16,7 +16,7 @@ from asynchicache.backends.file.index import StoredPage
 from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.shape import ENTRY_BYTES
 
-_ENTRY = Struct("<32sQQ8s")  # page digest, stamp, mark, page checksum; the entry's own checksum follows
+_ENTRY = Struct("<40sQQ8s56x")  # page digest, stamp, mark, page checksum; the entry's own checksum follows
 _EMPTY = bytes(ENTRY_BYTES)
 _MAX_STAMP = 1 << 62  # more pages than any disk will ever store
 

@@ -19,7 +19,7 @@ from asynchicache.errors import StorageError, StorageFormatError
 from asynchicache.hashing import shard_text
 
 _MAGIC = "asynchicache file store"
-_VERSION = 4
+_VERSION = 5
 _MAX_FORMAT_BYTES = 4096
 _MAX_DIGITS = 9  # of a version; Python's `int` rejects strings of thousands of digits
 _FORMAT = "FORMAT"
@@ -153,11 +153,7 @@ class StoreFolder:
         if magic != _MAGIC or not version.isdecimal() or len(version) > _MAX_DIGITS:
             raise StorageFormatError(self._foreign())
         if int(version) != _VERSION:
-            newer = int(version) > _VERSION
-            raise StorageFormatError(
-                f"{self.path} holds a file store of format {version}; this version reads format {_VERSION}: "
-                f"{'update asynchicache, or give' if newer else 'give'} another folder"
-            )
+            raise StorageFormatError.of_version(self.path, int(version), _VERSION, "folder")
 
     def _foreign(self) -> str:
         return f"{self.path} is not empty and holds no file store: give an empty or new folder"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from asynchicache.layouts import round_up
 
-ENTRY_BYTES = 64
+ENTRY_BYTES = 128
 """Bytes of an entry, which says what a slot holds; no entry crosses a sector."""
 
 _SEGMENT_BYTES = 4 << 30

@@ -9,7 +9,7 @@ from asynchicache.errors import StorageError, StorageFormatError
 
 _MARKER = "STORE"
 _MAGIC = "asynchicache hf3fs store"
-_FORMAT = 1
+_FORMAT = 2
 _MAX_DIGITS = 9  # of a version; Python refuses to parse integers of thousands of digits
 
 
@@ -59,9 +59,7 @@ def _check_marker(marker: Path, store: str) -> None:
     if magic != _MAGIC or not found.isdecimal() or len(found) > _MAX_DIGITS:
         raise StorageFormatError(f"{marker} is no marker of hf3fs; give an empty or new folder")
     if int(found) != _FORMAT:
-        raise StorageFormatError(
-            f"{marker} has format {found}; this version knows {_FORMAT}: update asynchicache"
-        )
+        raise StorageFormatError.of_version(marker, int(found), _FORMAT, "folder")
     if owner != store:
         raise StorageFormatError(
             f"{marker.parent} belongs to the metadata service of state {owner}, and this one's is {store}: "

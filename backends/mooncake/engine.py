@@ -22,7 +22,7 @@ from asynchicache.backends.mooncake.store import MooncakeClient
 from asynchicache.backends.mooncake.writes import WritesInFlight
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.failure_log import FailureLog
-from asynchicache.hashing import ObjectKey
+from asynchicache.hashing import DIGEST_BYTES, ObjectKey
 from asynchicache.storage.protocol import Capabilities, PoolBinding
 from asynchicache.types import Outcome
 
@@ -106,7 +106,7 @@ class MooncakeEngine:
             StorageError: the cluster does not answer.
         """
         binding = self._binding
-        any_page = ObjectKey(binding.fingerprint, bytes(32), binding.pool, binding.shard)
+        any_page = ObjectKey(binding.fingerprint, bytes(DIGEST_BYTES), binding.pool, binding.shard)
         return await self._call(partial(self._client.clear, f"{self._namespace}:{any_page.pattern()}"))
 
     async def aclose(self) -> None:

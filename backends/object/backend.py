@@ -15,12 +15,12 @@ from asynchicache.backends.object.engine import ObjectEngine, RequestTurns, page
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.stores import FAILURES, advice, make_store
 from asynchicache.errors import ClosedError, StorageError, StorageFormatError
-from asynchicache.hashing import ObjectKey
+from asynchicache.hashing import DIGEST_BYTES, ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
 
 _FORMAT = "FORMAT"
-_MAGIC, _VERSION = "asynchicache object store", 1
+_MAGIC, _VERSION = "asynchicache object store", 2
 _OURS = f"{_MAGIC} {_VERSION}\n".encode()
 _MAX_FORMAT_BYTES = 100
 _MAX_NAME_BYTES = 1024
@@ -75,7 +75,7 @@ class ObjectBackend:
 
     def _check_names(self, binding: PoolBinding) -> None:
         """Refuse a prefix that is too long for page names."""
-        key = ObjectKey(binding.fingerprint, bytes(32), binding.pool, binding.shard)
+        key = ObjectKey(binding.fingerprint, bytes(DIGEST_BYTES), binding.pool, binding.shard)
         prefix = getattr(self._store, "prefix", None)  # a folder and memory have none, and other limits
         size = len(f"{prefix}/{page_path(key)}".encode())
         if prefix is not None and size > _MAX_NAME_BYTES:
@@ -137,10 +137,7 @@ class ObjectBackend:
     def _foreign(self, found: bytes) -> StorageFormatError:
         magic, _, version = found.decode("utf-8", "replace").strip().rpartition(" ")
         if magic == _MAGIC and version.isdecimal():
-            return StorageFormatError(
-                f"{self._options.url} holds pages of format {version}; this version reads format {_VERSION}: "
-                "update asynchicache, or give another prefix"
-            )
+            return StorageFormatError.of_version(self._options.url, int(version), _VERSION, "prefix")
         return StorageFormatError(
             f"{self._options.url} is not empty and holds no pages: give an empty or new prefix"
         )

@@ -18,7 +18,7 @@ from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.stores import FAILURES, refuses_writes, summary
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.failure_log import FailureLog
-from asynchicache.hashing import ObjectKey
+from asynchicache.hashing import DIGEST_BYTES, ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import Capabilities, PoolBinding
 from asynchicache.types import Outcome
@@ -94,7 +94,7 @@ class ObjectEngine:
     async def _listed(self) -> AsyncIterator[bytes]:
         """Digests of the pool's pages."""
         mine = self._binding
-        folder = _folder(ObjectKey(mine.fingerprint, bytes(32), mine.pool, mine.shard))
+        folder = _folder(ObjectKey(mine.fingerprint, bytes(DIGEST_BYTES), mine.pool, mine.shard))
         async for found in obstore.list(self._store, prefix=folder, chunk_size=1000):
             for entry in found:
                 name = entry["path"].removeprefix(f"{folder}/")  # deeper names keep a slash: not ours
@@ -328,4 +328,4 @@ def _folder(key: ObjectKey) -> str:
 
 
 def _is_digest(name: str) -> bool:
-    return len(name) == 64 and all(letter in "0123456789abcdef" for letter in name)
+    return len(name) == 2 * DIGEST_BYTES and all(letter in "0123456789abcdef" for letter in name)

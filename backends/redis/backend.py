@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MAGIC, _VERSION = b"asynchicache redis store", 1
+_MAGIC, _VERSION = b"asynchicache redis store", 2
 _MAX_VALUE_BYTES = 512 << 20  # `proto-max-bulk-len` of Redis, unless it is configured otherwise
 _SCAN_KEYS = 1000
 _PROBES = (b"PROBE0", b"PROBE1")
@@ -211,10 +211,7 @@ class RedisBackend:
         where = f"{self._options.server}, namespace {self._options.namespace!r}"
         magic, _, version = found.rpartition(b" ") if isinstance(found, bytes) else (b"", b"", b"")
         if magic == _MAGIC and version.isdigit():
-            return StorageFormatError(
-                f"{where} has pages of format {version.decode()}; this version reads format {_VERSION}: "
-                "update asynchicache, or give another namespace"
-            )
+            return StorageFormatError.of_version(where, int(version), _VERSION, "namespace")
         return StorageFormatError(f"{where} holds something else: give another namespace")
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ from asynchicache.backends.redis.pool import ConnectionPool
 from asynchicache.backends.redis.resp import ErrorReply, ProtocolError, RespReply, command, set_command
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.failure_log import FailureLog
-from asynchicache.hashing import ObjectKey
+from asynchicache.hashing import DIGEST_BYTES, ObjectKey
 from asynchicache.storage.protocol import Capabilities, PoolBinding
 from asynchicache.types import Outcome
 
@@ -158,7 +158,7 @@ class RedisEngine:
         """
         self._check_open()
         binding = self._binding
-        any_page = ObjectKey(binding.fingerprint, bytes(32), binding.pool, binding.shard)
+        any_page = ObjectKey(binding.fingerprint, bytes(DIGEST_BYTES), binding.pool, binding.shard)
         return await self._delete_matching(f"{self._options.namespace}:{any_page.pattern()}")
 
     async def aclose(self) -> None:

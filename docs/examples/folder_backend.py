@@ -10,7 +10,7 @@ from uuid import uuid4
 from toy import SPEC, Toy
 
 from asynchicache import CacheConfig, HybridCache, Outcome
-from asynchicache.hashing import ObjectKey
+from asynchicache.hashing import DIGEST_BYTES, ObjectKey
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.storage.protocol import Capabilities, PoolBinding
 
@@ -40,7 +40,8 @@ class FolderEngine:
         return await self._each(self._delete, keys, range(len(keys)))
 
     async def clear(self) -> int:
-        any_page = ObjectKey(self._binding.fingerprint, bytes(32), self._binding.pool, self._binding.shard)
+        mine = self._binding
+        any_page = ObjectKey(mine.fingerprint, bytes(DIGEST_BYTES), mine.pool, mine.shard)
         doomed = list(self._folder.glob(any_page.pattern()))
         await self._port.run_blocking(lambda: [path.unlink() for path in doomed])
         return len(doomed)

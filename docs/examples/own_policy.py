@@ -5,7 +5,7 @@ from pathlib import Path
 from asynchicache.replay.options import ReplayOptions
 from asynchicache.replay.run import run_replay
 from asynchicache.tree.node import Node
-from asynchicache.tree.policies import Policy
+from asynchicache.tree.policies import Policy, Use
 
 TRACE = Path(__file__).parents[2] / "tests/data/traces/mooncake_conversation_h1.jsonl.gz"
 
@@ -13,7 +13,7 @@ TRACE = Path(__file__).parents[2] / "tests/data/traces/mooncake_conversation_h1.
 class Recent(Policy):
     """Least recently used first."""
 
-    def worth(self, node: Node, clock: float, credit: float) -> float:
+    def worth(self, node: Node, clock: float, use: Use) -> float:
         return clock
 
 

@@ -12,7 +12,7 @@ from xxhash import xxh3_64_digest
 from asynchicache import CacheConfig, HybridCache
 
 # page digest, stamp, mark, page checksum; then the entry's own
-ENTRY = Struct("<32sQQ8s8s")
+ENTRY = Struct("<40sQQ8s56x8s")
 
 
 def pages(folder: Path) -> int:
@@ -26,12 +26,12 @@ def pages(folder: Path) -> int:
     for slot in range(slots):
         entry = data[slot * ENTRY.size : (slot + 1) * ENTRY.size]
         digest, _, _, checksum, seal = ENTRY.unpack(entry)
-        if seal != xxh3_64_digest(entry[:56] + identity, seed=slot):
+        if seal != xxh3_64_digest(entry[:120] + identity, seed=slot):
             continue  # empty, damaged, or of another pool
         start = entries_bytes + slot * pool["slot_bytes"]
         page = data[start : start + pool["page_bytes"]]
         whole = checksum == xxh3_64_digest(page)
-        print(pool["pool"], digest.hex()[:8], f"{len(page)} bytes", "whole" if whole else "damaged")
+        print(pool["pool"], digest[8:].hex()[:8], f"{len(page)} bytes", "whole" if whole else "damaged")
         count += 1
     return count
 

@@ -4,6 +4,8 @@ A cache failure is a miss with a reason (`types.MissReason`), never an exception
 misuse by the caller, a full pool, or a storage or device that cannot be opened.
 """
 
+from typing import Self
+
 __all__ = [
     "AuditError",
     "BusyError",
@@ -124,7 +126,22 @@ class StorageError(CacheError, OSError):
 
 
 class StorageFormatError(StorageError, ValueError):
-    """Raised when a storage location holds foreign data, or data of a newer format."""
+    """Raised when a storage location holds foreign data, or data of another format."""
+
+    @classmethod
+    def of_version(cls, where: object, found: int, known: int, other: str) -> Self:
+        """The error for pages of another format version.
+
+        Args:
+            where: the location.
+            found: its version.
+            known: the version that this release reads.
+            other: what to give instead, e.g. `folder`.
+        """
+        cure = "update asynchicache" if found > known else "open it with an older asynchicache, or clear it"
+        return cls(
+            f"{where} has format {found}; this version reads format {known}: {cure}, or give another {other}"
+        )
 
 
 class StorageLockedError(StorageError, BlockingIOError):

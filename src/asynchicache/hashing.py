@@ -1,7 +1,9 @@
 """Page digests and object keys.
 
-Digests are byte for byte those of SGLang HiCache's SHA-256 chain, so tools work with both
-(`get_hash_str` and `storage_namespace_seed` in sglang 0.5.23).
+A digest names a page: 8 bytes for its namespace, then 32 for its tokens and all before them. The 32 are byte
+for byte those of SGLang HiCache's SHA-256 chain, so tools work with both (`get_hash_str` and
+`storage_namespace_seed` in sglang 0.5.23). The 8 let a store list, count, bound and delete the pages of one
+namespace; what separates namespaces is the chain, which begins with all of the namespace's seed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from typing import NamedTuple
 
 from asynchicache.errors import ConfigError
 
-DIGEST_BYTES = 32
+HASH_BYTES = 32
+NAMESPACE_BYTES = 8
+DIGEST_BYTES = NAMESPACE_BYTES + HASH_BYTES
+NO_NAMESPACE = bytes(NAMESPACE_BYTES)
 _NARROW = 0xFFFFFFFF
 _NAMESPACE_TAG = b"sglang-cache-namespace-v1"
 _SHARD_TEXT = str.maketrans("/-", "-_")  # shards contain no `_`, so the text is unique
@@ -24,7 +29,7 @@ class ObjectKey(NamedTuple):
 
     Attributes:
         fingerprint: 32 bytes, `pool_fingerprint`: pages are interchangeable only if it is equal.
-        digest: 32 bytes, the page digest: identifies the tokens of the page and all before it.
+        digest: 40 bytes, the page digest: the namespace, the tokens of the page and all before it.
         pool: the pool's name.
         shard: the part of the page, e.g. `0/2` for rank 0 of 2; empty if all ranks share one.
     """
@@ -34,13 +39,20 @@ class ObjectKey(NamedTuple):
     pool: str
     shard: str = ""
 
+    @property
+    def namespace(self) -> bytes:
+        """8 bytes, `namespace_id` of the page's namespace."""
+        return self.digest[:NAMESPACE_BYTES]
+
     def text(self) -> str:
-        """One line of letters, digits, `.`, `_` and `-`, safe as a file name or object name."""
+        """One line of letters, digits, `.`, `_` and `-`, safe as a file name or object name; names of one
+        namespace begin alike."""
         return self._family() + self.digest.hex()
 
-    def pattern(self) -> str:
-        """A glob that matches `text` of exactly the pages of this pool, fingerprint and shard."""
-        return self._family() + "?" * len(self.digest.hex())
+    def pattern(self, namespace: bytes = b"") -> str:
+        """A glob that matches `text` of exactly the pages of this pool, fingerprint and shard, and of one
+        namespace if it is given."""
+        return self._family() + namespace.hex().ljust(2 * DIGEST_BYTES, "?")
 
     def _family(self) -> str:
         shard = f".{shard_text(self.shard)}" if self.shard else ""
@@ -76,6 +88,15 @@ def namespace_seed(extra_key: str | None, salt: str | None = None) -> bytes:
     return digest.digest()
 
 
+def namespace_id(seed: bytes) -> bytes:
+    """The 8 bytes at the beginning of each digest of a namespace; zeros without one.
+
+    Args:
+        seed: `namespace_seed` of it.
+    """
+    return seed[:NAMESPACE_BYTES] or NO_NAMESPACE
+
+
 def _utf8(what: str, text: str) -> bytes:
     try:
         return text.encode()
@@ -92,8 +113,9 @@ def page_digests(tokens: array[int] | memoryview, page_size: int, prior: bytes =
         prior: the digest of the page before, the namespace's seed, or empty.
 
     Returns:
-        32 bytes per page: SHA-256 of the prior digest and the page's ids as little-endian uint32. A page
-        with an id above 2**32 - 1 is hashed as 0xFF followed by the ids as uint64.
+        40 bytes per page: the namespace, and SHA-256 of the prior hash, or seed, and the page's ids as
+        little-endian uint32. A page with an id above 2**32 - 1 is hashed as 0xFF followed by the ids as
+        uint64.
     """
     import numpy as np  # here: commands that move no pages start without it
 
@@ -105,6 +127,7 @@ def page_digests(tokens: array[int] | memoryview, page_size: int, prior: bytes =
     wide = ids.max() > _NARROW
     words = memoryview(ids.astype("<u4").tobytes())
     step = page_size * 4
+    namespace, prior = _split(prior)
     digests = []
     for page in range(pages):
         run = ids[page * page_size : (page + 1) * page_size] if wide else None
@@ -112,7 +135,7 @@ def page_digests(tokens: array[int] | memoryview, page_size: int, prior: bytes =
             prior = sha256(prior + b"\xff" + run.astype("<u8").tobytes()).digest()
         else:
             prior = sha256(prior + words[page * step : (page + 1) * step]).digest()
-        digests.append(prior)
+        digests.append(namespace + prior)
     return digests
 
 
@@ -121,7 +144,13 @@ def tail_digests(keys: Iterable[bytes], prior: bytes) -> list[bytes]:
 
     As `page_digests`, for pages of which every one has a negative id (`tree.tails`).
     """
-    return [sha256(prior + b"\xff" + key).digest() for key in keys]
+    namespace, prior = _split(prior)
+    return [namespace + sha256(prior + b"\xff" + key).digest() for key in keys]
+
+
+def _split(prior: bytes) -> tuple[bytes, bytes]:
+    """The namespace of what follows a digest or a seed, and the hash that the chain goes on with."""
+    return namespace_id(prior), prior[-HASH_BYTES:]
 
 
 def common_pages(ours: Sequence[bytes], theirs: Sequence[bytes]) -> int:
@@ -158,7 +187,7 @@ def pool_fingerprint(
     Raises:
         ConfigError: an argument has an unpaired surrogate.
     """
-    digest = sha256(b"asynchicache-pool-v1")
+    digest = sha256(b"asynchicache-pool-v2")
     for part in (model, weight_version, identity, pool, layout, str(page_size), sharding, salt):
         text = _utf8("model, weight_version or salt", part)
         digest.update(len(text).to_bytes(8, "little") + text)

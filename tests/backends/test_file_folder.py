@@ -118,8 +118,8 @@ async def test_a_folder_with_other_files_is_not_touched(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"asynchicache file store 5\n", "format 5; this version reads format 4: update asynchicache"),
-        (b"asynchicache file store 3\n", "format 3; this version reads format 4: give another folder"),
+        (b"asynchicache file store 6\n", "format 6; this version reads format 5: update asynchicache"),
+        (b"asynchicache file store 4\n", "format 5: open it with an older asynchicache, or clear it"),
         (b"asynchicache file store x\n", "holds no file store"),
         (b"asynchicache file store " + b"9" * 5000, "holds no file store"),
         (b"something else 1\n", "holds no file store"),
@@ -170,7 +170,7 @@ async def test_a_crash_between_lock_and_format_does_no_harm(tmp_path: Path) -> N
     async with backend_at(tmp_path):
         pass
 
-    assert (tmp_path / "FORMAT").read_text() == "asynchicache file store 4\n"
+    assert (tmp_path / "FORMAT").read_text() == "asynchicache file store 5\n"
 
 
 @pytest.mark.asyncio

@@ -154,7 +154,7 @@ async def test_a_stamp_that_no_writer_reaches_is_damage(tmp_path: Path) -> None:
         await bench.put(bench.keys(0, 1), range(2))
         identity = Manifest.of(bench.binding).identity
     with pages_file(tmp_path).open("r+b") as file:
-        entry = file.read(32) + Struct("<QQ").pack(2**64 - 1, 0) + bytes(8)
+        entry = file.read(40) + Struct("<QQ").pack(2**64 - 1, 0) + bytes(64)
         file.seek(0)
         file.write(entry + xxh3_64_digest(entry + identity, seed=0))
     assert verified(tmp_path).problems == ["kv: the name of slot 0 is damaged"]

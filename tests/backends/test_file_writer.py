@@ -80,7 +80,7 @@ class Pool:
         memory = memoryview(mmap.mmap(-1, SLOT_BYTES))
         memory[:] = bytes([slot]) * SLOT_BYTES
         run = SlotRun([PageMove(slot, 0)], [memory])
-        page = StoredPage(bytes([slot]) * 32, slot, bytes(8))
+        page = StoredPage(bytes([slot]) * 40, slot, bytes(8))
         batch = WriteBatch(
             move or self._move, seal or (lambda: {slot: page}), [run], stamp=self.commits.reserve(1)
         )
@@ -285,7 +285,7 @@ def test_pages_are_written_before_they_are_sealed_and_named_after(pool: Pool) ->
     def seal() -> dict[int, StoredPage]:
         sealing.set()
         assert go_on.wait(60)
-        return {1: StoredPage(b"1" * 32, 1, bytes(8))}
+        return {1: StoredPage(b"1" * 40, 1, bytes(8))}
 
     call = pool.put(1, seal=seal)
     turning = pool.turn_in_a_thread()

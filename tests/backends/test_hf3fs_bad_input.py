@@ -97,8 +97,8 @@ async def test_a_closed_port_is_an_error_when_a_pool_is_opened(tmp_path: Path) -
         ("STORE", b"", "no marker of hf3fs"),
         ("STORE", b"asynchicache file store 1\n", "no marker of hf3fs"),
         ("STORE", b"asynchicache hf3fs store " + b"9" * 5000 + b" abc\n", "no marker of hf3fs"),
-        ("STORE", b"asynchicache hf3fs store 9 abc\n", "has format 9; this version knows 1"),
-        ("STORE", b"asynchicache hf3fs store 1 abc\n", "belongs to the metadata service of state abc"),
+        ("STORE", b"asynchicache hf3fs store 9 abc\n", "has format 9; this version reads format 2: update"),
+        ("STORE", b"asynchicache hf3fs store 2 abc\n", "belongs to the metadata service of state abc"),
     ],
 )
 async def test_a_folder_of_something_else_is_left_alone(

@@ -32,7 +32,7 @@ from asynchicache.ports import AsyncioPort
 from engines import free_port
 from storage.hf3fs_services import Clock, service_here, service_over, service_process
 
-KEYS = [f"{number:064x}" for number in range(8)]
+KEYS = [f"{number:080x}" for number in range(8)]
 TOKEN = "0" * 32
 
 
@@ -128,7 +128,7 @@ from asynchicache.ports import AsyncioPort
 async def main():
     client = MetadataClient(sys.argv[1], AsyncioPort())
     namespace = MetadataNamespace(client, await client.open("kv", 4, 4096), "kv", 4096)
-    reserved = await namespace.reserve("f" * 32, [f"{number:064x}" for number in range(100, 104)])
+    reserved = await namespace.reserve("f" * 32, [f"{number:080x}" for number in range(100, 104)])
     assert None not in reserved.places
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -166,17 +166,17 @@ async def test_what_a_killed_client_had_reserved_returns(
         ("/v1/namespaces/nobody.1/exists", {"keys": []}, 404, "nobody.1"),
         ("{kv}/dance", {"keys": []}, 400, "dance"),
         ("{kv}/exists", {"keys": ["short"]}, 400, "keys"),
-        ("{kv}/exists", {"keys": "0" * 64}, 400, "keys"),
-        ("{kv}/exists", {"keys": ["0" * 64] * (m.MAX_KEYS + 1)}, 400, "keys"),
+        ("{kv}/exists", {"keys": "0" * 80}, 400, "keys"),
+        ("{kv}/exists", {"keys": ["0" * 80] * (m.MAX_KEYS + 1)}, 400, "keys"),
         ("{kv}/exists", [], 400, "object"),
-        ("{kv}/reserve", {"keys": ["0" * 64], "token": "me"}, 400, "token"),
-        ("{kv}/reserve", {"keys": ["0" * 64, "0" * 64], "token": TOKEN}, 400, "twice"),
-        ("{kv}/confirm", {"claims": [["0" * 64, -1, 1]]}, 400, "claims"),
-        ("{kv}/confirm", {"claims": [["0" * 64, 0, 0]]}, 400, "claims"),
-        ("{kv}/confirm", {"claims": [["0" * 64, 0, 1 << 63]]}, 400, "claims"),
+        ("{kv}/reserve", {"keys": ["0" * 80], "token": "me"}, 400, "token"),
+        ("{kv}/reserve", {"keys": ["0" * 80, "0" * 80], "token": TOKEN}, 400, "twice"),
+        ("{kv}/confirm", {"claims": [["0" * 80, -1, 1]]}, 400, "claims"),
+        ("{kv}/confirm", {"claims": [["0" * 80, 0, 0]]}, 400, "claims"),
+        ("{kv}/confirm", {"claims": [["0" * 80, 0, 1 << 63]]}, 400, "claims"),
         ("{kv}/release", {"places": [[0]]}, 400, "places"),
         ("{kv}/release", {"places": [[0, 1 << 70]]}, 400, "places"),
-        ("{kv}/forget", {"claims": [["0" * 64, "0", 1]]}, 400, "claims"),
+        ("{kv}/forget", {"claims": [["0" * 80, "0", 1]]}, 400, "claims"),
         ("/v1/nowhere", {}, 404, "Not Found"),
     ],
 )
@@ -190,7 +190,7 @@ def test_bad_input_is_refused_and_named(
 
     assert answer.status_code == status
     assert words in answer.text
-    assert post(standing, f"{kv}/exists", {"keys": ["0" * 64]}).json() == {"present": [False]}
+    assert post(standing, f"{kv}/exists", {"keys": ["0" * 80]}).json() == {"present": [False]}
 
 
 def test_bodies_that_are_too_long_or_no_json_are_refused(standing: str) -> None:
@@ -220,7 +220,7 @@ async def test_a_full_disk_is_a_failed_call_and_no_more(tmp_path: Path) -> None:
             pages = store._database.execute("PRAGMA page_count").fetchone()[0]
             store._database.execute(f"PRAGMA max_page_count = {pages}")
             with pytest.raises(StorageError, match="full"):
-                await namespace.reserve("1" * 32, [f"{number:064x}" for number in range(100, 2000)])
+                await namespace.reserve("1" * 32, [f"{number:080x}" for number in range(100, 2000)])
             store._database.execute("PRAGMA max_page_count = 100000")
 
             assert await namespace.exists(KEYS[:2]) == [True, False]
@@ -399,7 +399,7 @@ def test_a_database_of_a_newer_format(tmp_path: Path) -> None:
     database.close()
 
     with pytest.raises(
-        StorageFormatError, match="format 9; this version reads format 1: update asynchicache"
+        StorageFormatError, match="format 9; this version reads format 2: update asynchicache"
     ):
         MetadataStore(tmp_path)
 

@@ -307,7 +307,7 @@ async def test_a_folder_that_another_process_begins_meanwhile_is_ours(
     async def late(self: ObjectBackend) -> bytes | None:
         found = await read(self)
         if found is None:
-            marker.write_bytes(b"asynchicache object store 1\n")
+            marker.write_bytes(b"asynchicache object store 2\n")
         return found
 
     monkeypatch.setattr(ObjectBackend, "_read_format", late)

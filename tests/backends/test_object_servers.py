@@ -218,7 +218,8 @@ async def test_clear_deletes_nothing_foreign(server: ObjectServer, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("FORMAT", b"asynchicache object store 2\n", "format 2; this version reads format 1: update"),
+        ("FORMAT", b"asynchicache object store 3\n", "format 3; this version reads format 2: update"),
+        ("FORMAT", b"asynchicache object store 1\n", "format 2: open it with an older asynchicache"),
         ("FORMAT", b"somebody's", "is not empty and holds no pages: give an empty or new prefix"),
         ("FORMAT", b"x" * 1000, "is not empty and holds no pages"),
         ("FORMAT", b"\xff\xfe", "is not empty and holds no pages"),
@@ -400,7 +401,7 @@ async def test_a_closed_port_is_said_at_open(fragile: ObjectServer) -> None:
 
 @pytest.mark.asyncio
 async def test_names_may_have_1024_bytes(server: ObjectServer) -> None:
-    tail = len(f"/{'0' * 32}.kv/{'0' * 64}")
+    tail = len(f"/{'0' * 32}.kv/{'0' * 80}")
     longest = "ü" * ((1024 - tail) // 2)
     async with bench_at(server.options(longest)) as bench:
         assert await bench.put(bench.keys(1), [0]) == [STORED]

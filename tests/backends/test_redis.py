@@ -113,8 +113,9 @@ async def test_uses_are_told_in_their_order(server: RedisServer, client: Any) ->
         client.config_set("slowlog-log-slower-than", 10_000)
         client.slowlog_reset()
 
-    touched = [command.partition(b":")[2] for command in commands if command.startswith(b"TOUCH ")]
-    assert touched == names
+    # The log cuts arguments after 128 bytes.
+    touched = [command.partition(b":")[2][:110] for command in commands if command.startswith(b"TOUCH ")]
+    assert touched == [name[:110] for name in names]
 
 
 @pytest.mark.asyncio
@@ -362,7 +363,8 @@ async def test_passwords_and_users(tmp_path: Path, redis_program: str) -> None:
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (b"asynchicache redis store 2", "format 2; this version reads format 1: update asynchicache"),
+        (b"asynchicache redis store 3", "format 3; this version reads format 2: update asynchicache"),
+        (b"asynchicache redis store 1", "format 2: open it with an older asynchicache, or clear it"),
         (b"somebody's", "holds something else: give another namespace"),
         ([b"a", b"list"], "holds something else: give another namespace"),
     ],

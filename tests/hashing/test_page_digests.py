@@ -11,7 +11,17 @@ from fnmatch import fnmatchcase
 import pytest
 
 from asynchicache.errors import ConfigError
-from asynchicache.hashing import ObjectKey, namespace_seed, page_digests, pool_fingerprint, tail_digests
+from asynchicache.hashing import (
+    DIGEST_BYTES,
+    NAMESPACE_BYTES,
+    NO_NAMESPACE,
+    ObjectKey,
+    namespace_id,
+    namespace_seed,
+    page_digests,
+    pool_fingerprint,
+    tail_digests,
+)
 
 FIRST = "cf97adeedb59e05bfd73a2b4c2a8885708c4f4f70c84c64b27120e72ab733b72"
 SECOND = "4ebfa8a1f3c341517621838c6e1b9aa350307e3f00b3cbd1a07ef740f54396d6"
@@ -22,12 +32,16 @@ SALT_S = "c825a7fb5423c8a6cc5990d09f8ca69181b05fdffd804c10db403e9e52699f6b"
 
 
 def hexes(tokens: list[int], page_size: int, prior: bytes = b"") -> list[str]:
-    return [digest.hex() for digest in page_digests(array("q", tokens), page_size, prior)]
+    """The hashes; what stands before each is its namespace."""
+    digests = page_digests(array("q", tokens), page_size, prior)
+    assert all(digest[:NAMESPACE_BYTES] == namespace_id(prior) for digest in digests)
+    return [digest[NAMESPACE_BYTES:].hex() for digest in digests]
 
 
 def naive(tokens: list[int], page_size: int, prior: bytes = b"") -> list[bytes]:
     """The definition, one token at a time."""
     digests = []
+    namespace, prior = namespace_id(prior), prior[-32:]
     for start in range(0, len(tokens) - page_size + 1, page_size):
         page = tokens[start : start + page_size]
         wide = any(token >= 2**32 for token in page)
@@ -35,7 +49,7 @@ def naive(tokens: list[int], page_size: int, prior: bytes = b"") -> list[bytes]:
         for token in page:
             text += struct.pack("<Q" if wide else "<I", token)
         prior = hashlib.sha256(text).digest()
-        digests.append(prior)
+        digests.append(namespace + prior)
     return digests
 
 
@@ -47,7 +61,7 @@ def test_a_chain_of_two_pages():
 
 
 def test_a_chain_can_be_continued():
-    assert hexes([5, 6, 7, 8], 4, bytes.fromhex(FIRST)) == [SECOND]
+    assert hexes([5, 6, 7, 8], 4, NO_NAMESPACE + bytes.fromhex(FIRST)) == [SECOND]
 
 
 def test_a_page_with_an_id_of_more_than_32_bits():
@@ -77,7 +91,7 @@ def test_digests_follow_the_definition(seed):
         generator.getrandbits(63 if generator.random() < wide else 32)
         for _ in range(generator.randrange(6 * page_size))
     ]
-    prior = generator.choice([b"", generator.randbytes(32)])
+    prior = generator.choice([b"", generator.randbytes(32), generator.randbytes(DIGEST_BYTES)])
 
     assert page_digests(array("q", tokens), page_size, prior) == naive(tokens, page_size, prior)
 
@@ -139,10 +153,10 @@ def test_parts_of_a_fingerprint_do_not_run_into_each_other():
 
 
 def test_an_object_key_is_a_safe_name():
-    key = ObjectKey(b"\x01" * 32, bytes.fromhex(FIRST), "kv", "1/2")
+    key = ObjectKey(b"\x01" * 32, NO_NAMESPACE + bytes.fromhex(FIRST), "kv", "1/2")
 
-    assert key.text() == f"{'01' * 16}.kv.1-2.{FIRST}"
-    assert key._replace(shard="").text() == f"{'01' * 16}.kv.{FIRST}"
+    assert key.text() == f"{'01' * 16}.kv.1-2.{'00' * 8}{FIRST}"
+    assert key._replace(shard="").text() == f"{'01' * 16}.kv.{'00' * 8}{FIRST}"
     assert set(key.text()) <= set("abcdefghijklmnopqrstuvwxyz0123456789.-_")
 
 
@@ -150,17 +164,31 @@ def test_an_object_key_is_a_safe_name():
     "others", [("1/2", "1-2"), ("a-/b", "a/-b", "a--b", "a//b"), ("tp0/2-pp1/2", "tp0-2/pp1-2")]
 )
 def test_two_shards_never_share_a_name(others):
-    keys = [ObjectKey(b"\x01" * 32, bytes.fromhex(FIRST), "kv", shard) for shard in others]
+    keys = [ObjectKey(b"\x01" * 32, NO_NAMESPACE + bytes.fromhex(FIRST), "kv", shard) for shard in others]
 
     assert len({key.text() for key in keys}) == len({key.pattern() for key in keys}) == len(others)
 
 
 def test_a_pattern_is_for_the_keys_of_one_pool():
-    key = ObjectKey(b"\x01" * 32, bytes.fromhex(FIRST), "kv", "1/2")
+    key = ObjectKey(b"\x01" * 32, NO_NAMESPACE + bytes.fromhex(FIRST), "kv", "1/2")
 
-    assert fnmatchcase(key._replace(digest=bytes(32)).text(), key.pattern())
+    assert fnmatchcase(key._replace(digest=bytes(DIGEST_BYTES)).text(), key.pattern())
     for other in ({"pool": "swa"}, {"shard": "2/2"}, {"shard": ""}, {"fingerprint": bytes(32)}):
         assert not fnmatchcase(key._replace(**other).text(), key.pattern())
+
+
+def test_a_pattern_is_for_the_keys_of_one_namespace():
+    alice, bob = (namespace_seed(name, "salt") for name in ("alice", "bob"))
+    keys = [
+        ObjectKey(b"\x01" * 32, digest, "kv")
+        for seed in (alice, bob, b"")
+        for digest in page_digests(array("q", range(8)), 2, seed)
+    ]
+
+    for seed in (alice, bob, b""):
+        matching = [fnmatchcase(key.text(), keys[0].pattern(namespace_id(seed))) for key in keys]
+        assert matching == [key.namespace == namespace_id(seed) for key in keys]
+        assert matching.count(True) == 4
 
 
 def test_pages_that_follow_the_same_page_have_the_digests_of_whole_pages():

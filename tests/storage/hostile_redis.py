@@ -11,7 +11,7 @@ from storage.listening import listening
 Answer = Callable[[list[bytes], asyncio.StreamWriter], Awaitable[None]]
 """What is done with one command's words."""
 
-MARKER = b"asynchicache redis store 1"
+MARKER = b"asynchicache redis store 2"
 
 
 def bulk(value: bytes) -> bytes:

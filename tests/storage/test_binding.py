@@ -31,7 +31,7 @@ def binding() -> SlotBinding:
 def sealed(binding: SlotBinding, name: bytes = b"d") -> None:
     """Fill and seal slot 0."""
     binding.page(0)[:PAGE_BYTES] = bytes(range(250)) * 20
-    binding.seal(0, binding.key(name * 32))
+    binding.seal(0, binding.key(name * 40))
 
 
 def test_it_is_what_engines_expect(binding: SlotBinding) -> None:
@@ -46,7 +46,7 @@ def test_it_is_what_engines_expect(binding: SlotBinding) -> None:
 def test_a_sealed_page_is_a_hit(binding: SlotBinding) -> None:
     sealed(binding)
 
-    assert binding.check(0, binding.key(b"d" * 32)) is Outcome.HIT
+    assert binding.check(0, binding.key(b"d" * 40)) is Outcome.HIT
 
 
 def test_a_header_says_what_was_sealed(binding: SlotBinding) -> None:
@@ -55,13 +55,13 @@ def test_a_header_says_what_was_sealed(binding: SlotBinding) -> None:
     found = read_header(binding.header(0))
 
     assert found is not None
-    assert (found.key, found.page_bytes) == (binding.key(b"d" * 32), PAGE_BYTES)
+    assert (found.key, found.page_bytes) == (binding.key(b"d" * 40), PAGE_BYTES)
     assert binding.identify(bytes(binding.header(0))) == found.key
 
 
 def test_any_byte_of_the_header_counts(binding: SlotBinding) -> None:
     sealed(binding)
-    key = binding.key(b"d" * 32)
+    key = binding.key(b"d" * 40)
     used = max(place for place, byte in enumerate(binding.header(0)) if byte) + 1
     for place in range(used):
         binding.header(0)[place] ^= 0x40
@@ -77,20 +77,20 @@ def test_any_byte_of_the_page_counts(binding: SlotBinding, place: int) -> None:
     sealed(binding)
     binding.page(0)[place] ^= 1
 
-    assert binding.check(0, binding.key(b"d" * 32)) is Outcome.CORRUPT
+    assert binding.check(0, binding.key(b"d" * 40)) is Outcome.CORRUPT
 
 
 def test_padding_does_not_count(binding: SlotBinding) -> None:
     sealed(binding)
     binding.page(0)[PAGE_BYTES:] = b"x" * (binding.slot_bytes - PAGE_BYTES)
 
-    assert binding.check(0, binding.key(b"d" * 32)) is Outcome.HIT
+    assert binding.check(0, binding.key(b"d" * 40)) is Outcome.HIT
 
 
 def test_another_page_is_corrupt(binding: SlotBinding) -> None:
     sealed(binding)
 
-    assert binding.check(0, binding.key(b"e" * 32)) is Outcome.CORRUPT
+    assert binding.check(0, binding.key(b"e" * 40)) is Outcome.CORRUPT
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_page_of_another_pool_is_corrupt(binding: SlotBinding, stranger: SlotB
     binding.header(0)[:] = stranger.header(0)
     binding.page(0)[:] = stranger.page(0)
 
-    assert binding.check(0, binding.key(b"d" * 32)) is Outcome.CORRUPT
+    assert binding.check(0, binding.key(b"d" * 40)) is Outcome.CORRUPT
     assert binding.identify(binding.header(0)) is None
     assert read_header(binding.header(0)) is not None
 
@@ -116,7 +116,7 @@ def test_junk_is_no_header(binding: SlotBinding, junk: bytes) -> None:
 
 def test_only_its_own_pages_are_sealed(binding: SlotBinding) -> None:
     with pytest.raises(UsageError, match="no page of pool 'kv', shard '0/2'"):
-        binding.seal(0, binding_of("swa").key(b"d" * 32))
+        binding.seal(0, binding_of("swa").key(b"d" * 40))
     with pytest.raises(UsageError):
         binding.seal(0, binding.key(b"short"))
 
@@ -138,7 +138,7 @@ def test_the_log_says_why(
     sealed(binding)
     damage(binding)
     with caplog.at_level(logging.DEBUG, "asynchicache.storage.binding"):
-        binding.check(0, binding.key(b"d" * 32))
+        binding.check(0, binding.key(b"d" * 40))
 
     assert reason in caplog.text
 
@@ -154,7 +154,7 @@ def test_names_that_no_key_may_hold_are_refused() -> None:
 
 
 def test_what_seal_returns_is_all_that_an_engine_has_to_keep(binding: SlotBinding) -> None:
-    key = binding.key(b"k" * 32)
+    key = binding.key(b"k" * 40)
     checksum = binding.seal(0, key)
     header = bytes(binding.header(0))
     binding.header(0)[:] = bytes(len(header))
@@ -168,8 +168,8 @@ def test_what_seal_returns_is_all_that_an_engine_has_to_keep(binding: SlotBindin
 
 
 def test_a_page_of_another_pool_is_not_restored(binding: SlotBinding) -> None:
-    checksum = binding.seal(0, binding.key(b"k" * 32))
-    stranger = binding.key(b"k" * 32)._replace(fingerprint=b"f" * 32)
+    checksum = binding.seal(0, binding.key(b"k" * 40))
+    stranger = binding.key(b"k" * 40)._replace(fingerprint=b"f" * 32)
     assert binding.restore(0, stranger, checksum) is Outcome.CORRUPT
 
 
@@ -182,10 +182,10 @@ def test_a_page_of_another_is_none_however_well_it_was_sealed(other: dict[str, s
     sealed(stranger)
     for mine, theirs in ((binding.page(0), stranger.page(0)), (binding.header(0), stranger.header(0))):
         mine[:] = theirs
-    key = stranger.key(b"d" * 32)
+    key = stranger.key(b"d" * 40)
 
     assert stranger.check(0, key) is Outcome.HIT
     assert binding.check(0, key) is Outcome.CORRUPT
-    assert binding.check(0, binding.key(b"d" * 32)) is Outcome.CORRUPT
+    assert binding.check(0, binding.key(b"d" * 40)) is Outcome.CORRUPT
     sealed(binding)
     assert binding.check(0, key) is Outcome.CORRUPT, "nor is one of its own the other's"

@@ -110,7 +110,7 @@ class Scene:
         self.pool = GuardedPool(engine, self.binding, port, limits)
 
     def keys(self, count: int) -> list[ObjectKey]:
-        return [self.binding.key(bytes([number]) * 32) for number in range(count)]
+        return [self.binding.key(bytes([number]) * 40) for number in range(count)]
 
     async def get(self, count: int, first: int = 0) -> BatchResult:
         return await self.pool.get(self.keys(count), range(first, first + count))

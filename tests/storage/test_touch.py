@@ -73,7 +73,7 @@ class Scene:
         self.pool = GuardedPool(engine, self.binding, port, PoolLimits(**limits))
 
     def keys(self, *numbers: int) -> list[ObjectKey]:
-        return [self.binding.key(bytes([number]) * 32) for number in numbers]
+        return [self.binding.key(bytes([number]) * 40) for number in numbers]
 
 
 @asynccontextmanager
@@ -136,7 +136,7 @@ async def test_an_engine_that_cannot_be_told_is_not() -> None:
 @pytest.mark.parametrize("engine", [PlainEngine, TouchedEngine])
 async def test_misuse_raises(engine: type[PlainEngine]) -> None:
     async with scene(engine()) as stage:
-        stranger = SlotBinding(slab_of("swa", 5000, 1), fingerprint_of("w")).key(bytes(32))
+        stranger = SlotBinding(slab_of("swa", 5000, 1), fingerprint_of("w")).key(bytes(40))
         with pytest.raises(UsageError, match="no page of pool 'kv'"):
             await stage.pool.touch([stranger])
         await stage.pool.aclose()

@@ -9,7 +9,7 @@ import pytest
 from asynchicache.tree.eviction import evict
 from asynchicache.tree.ghosts import Ghosts
 from asynchicache.tree.node import FULL_DEVICE, Node
-from asynchicache.tree.policies import SizeCredit
+from asynchicache.tree.policies import NOBODY, SizeCredit, Use
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.types import TOKEN_BYTES
 
@@ -30,13 +30,13 @@ def experienced(capacity: int = 1000) -> SizeCredit:
     made = SizeCredit(capacity, PAGE_BYTES)
     for number in range(20):
         node = end()
-        made.published(node, 1000)
-        made.credit(node, 1000 + HALF_LIFE, key(8, 8 * number), 0, 0.0)
+        made.published(node, 1000, NOBODY)
+        made.credit(node, 1000 + HALF_LIFE, key(8, 8 * number), NOBODY)
     return made
 
 
 def credit(of: SizeCredit, new: int, hint: float = 0.0) -> float:
-    return of.credit(end(), 1, key(new, 1 << 20), 0, hint)
+    return of.credit(end(), 1, key(new, 1 << 20), Use(hint=hint))
 
 
 @pytest.mark.parametrize(("new", "halvings"), [(8, 0), (16, 0.5), (32, 1), (2, -1), (0, -1.5), (8 << 10, 2)])
@@ -58,9 +58,9 @@ def test_before_anybody_returned_it_is_lru():
 
 def test_a_return_counts_once():
     policy, node = SizeCredit(1000, PAGE_BYTES), end()
-    policy.published(node, 1)
+    policy.published(node, 1, NOBODY)
     for _ in range(30):
-        policy.credit(node, 51, key(1), 1, 0.0)
+        policy.credit(node, 51, key(1), Use(known=1))
     assert credit(policy, 100) == 0, "one return is not enough"
 
 
@@ -73,8 +73,8 @@ def test_what_was_evicted_lately_is_not_new():
     assert [tree.count_known(tokens, tree.match(tokens)) for tokens in (prompt, other)] == [64, 0]
 
     tree.policy = experienced()
-    assert tree.credit(prompt, tree.match(prompt)) > 0
-    assert tree.credit(other, tree.match(other)) < 0
+    assert tree.asked(prompt, tree.match(prompt)).credit > 0
+    assert tree.asked(other, tree.match(other)).credit < 0
 
 
 def test_the_memory_of_what_was_evicted_is_bounded():
@@ -98,6 +98,6 @@ def test_the_order_is_that_of_worth_and_the_credit_of_the_request():
 
 def serve(tree: UnifiedRadixTree, tokens: array[int]) -> Node:
     match = tree.match(tokens)
-    with tree.lock(match, tree.credit(tokens, match)) as lease:
+    with tree.lock(match, tree.asked(tokens, match)) as lease:
         slots = range(len(tokens) - match.pages)
         return tree.insert(lease, tokens, slots).node

@@ -11,7 +11,7 @@ from uuid import uuid4
 from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError
 
 FILE = "metadata.sqlite3"
-FORMAT = 1
+FORMAT = 2
 _APPLICATION = 0x48334653  # "H3FS"
 
 _SCHEMA = (
@@ -125,10 +125,8 @@ def _check_format(database: sqlite3.Connection, path: Path) -> None:
     tables = database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if application != _APPLICATION and (application or version or tables):
         raise StorageFormatError(f"{path} is a database of something else; give another folder")
-    if version > FORMAT:
-        raise StorageFormatError(
-            f"{path} has format {version}; this version reads format {FORMAT}: update asynchicache"
-        )
+    if application == _APPLICATION and version != FORMAT:
+        raise StorageFormatError.of_version(path, version, FORMAT, "folder")
 
 
 def _check_whole(database: sqlite3.Connection) -> None:

@@ -13,8 +13,8 @@ _MOST = 1 << 40
 
 Name = Annotated[str, Meta(pattern=r"\A[0-9a-z][0-9a-z._-]{0,199}\Z")]
 """A namespace: what one file of pages belongs to; also the file's name."""
-Key = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-"""A page digest, 32 bytes in hexadecimal digits."""
+Key = Annotated[str, Meta(pattern=r"\A[0-9a-f]{80}\Z")]
+"""A page digest, 40 bytes in hexadecimal digits."""
 Token = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 """Names one put, so that asking again gets the same slots."""
 Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]

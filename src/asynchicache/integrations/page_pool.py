@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from asynchicache.errors import ClosedError, UsageError
-from asynchicache.hashing import ObjectKey
+from asynchicache.hashing import NO_NAMESPACE, ObjectKey
 from asynchicache.integrations.page_memory import ByteArray, PageMemory, copy_pieces
 from asynchicache.integrations.page_slots import PlacedSlots, StagedSlots
 from asynchicache.ports import Port
@@ -198,11 +198,10 @@ class PagePool:
             raise UsageError(f"key {name!r} of pool {self._binding.pool!r} must be text or bytes")
         kind, data = (b"s", name.encode(errors="surrogatepass")) if isinstance(name, str) else (b"b", name)
         digest = sha256(_KEY_TAG + kind + data).digest()
-        if self.memory.units == 1:
-            return [self._binding.key(digest)]
-        return [
-            self._binding.key(sha256(digest + bytes([part])).digest()) for part in range(self.memory.units)
-        ]
+        hashes = [digest]
+        if self.memory.units > 1:
+            hashes = [sha256(digest + bytes([part])).digest() for part in range(self.memory.units)]
+        return [self._binding.key(NO_NAMESPACE + one) for one in hashes]  # an engine's keys tell no namespace
 
     def _unit_transfers(self, keys: Sequence[PageKey], pages: Sequence[int]) -> list[_UnitTransfer]:
         """Make a transfer for each unit, page by page.

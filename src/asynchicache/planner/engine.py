@@ -156,7 +156,7 @@ class EnginePlanner:
         """Release what a request locks: the engine has its own copy, and pages that were published stay as
         long as the policy keeps them."""
         before, root = request.lease, self._tree.root(request.seed)
-        request.lease = self._tree.lease(root, before.credit)
+        request.lease = self._tree.lease(root, before.use)
         before.close()
 
     def load_ended(self, copy: Copy) -> None:
@@ -208,7 +208,7 @@ class EnginePlanner:
         if states and all(pages - 1 in numbers.get(name, ()) for name in self._states):
             request.published.resumable = max(request.published.resumable, pages)
         state.bound_hint(request, end.end)
-        tree.published(end, request.lease.credit, fresh=end is not above)
+        tree.published(end, request.lease.use, fresh=end is not above)
         state.keep(request, end)
         return self._copy(end, batch, numbers)
 

@@ -105,7 +105,7 @@ class LoadPlanner:
         if request.whole_tail is not None:
             request.last_tail = request.whole_tail
             self._state.keep(request, tail.node)
-        tails.use(self._tree, tail, lease.credit)
+        tails.use(self._tree, tail, lease.use)
         for node, place in tails.locks(self._tree, tail):
             self._tree.lock_for(lease.locked, node, place)
 
@@ -158,7 +158,7 @@ class LoadPlanner:
         if node is not request.lease.node:
             request.cut(MissReason.DEVICE_CAPACITY)
             before = request.lease
-            request.lease = self._tree.lease(node, before.credit)
+            request.lease = self._tree.lease(node, before.use)
             before.close()
         return node
 

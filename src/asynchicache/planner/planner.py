@@ -30,7 +30,7 @@ from asynchicache.pools.extents import ExtentPlan
 from asynchicache.specs import ModelSpec
 from asynchicache.tree import copies, tails
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Keep, Node, SlotPlace, place_of, tier_of
-from asynchicache.tree.policies import EVICTION
+from asynchicache.tree.policies import EVICTION, Use
 from asynchicache.tree.radix_tree import Match
 from asynchicache.types import Direction, MissReason, Tier, WritePolicy
 
@@ -127,8 +127,8 @@ class Planner:
         self._check_capacity(prompt)
         match = self._match(tokens, seed)
         held_back = self._tree.held_back(tokens, match)
-        credit, favoured = self._credit(tokens, seed, match, hint)
-        lease = self._tree.lock(match, credit)
+        use, favoured = self._asked(tokens, seed, match, hint)
+        lease = self._tree.lock(match, use)
         request = RequestState(tokens, seed, lease, match, held_back, prompt=prompt, hint=hint)
         request.epoch, request.favoured = self._tree.epoch, favoured
         request.known_pages = self._tree.count_known(tokens, match)
@@ -154,21 +154,21 @@ class Planner:
         request.made_at, request.streams, request.resumed = before.made_at, dict(before.streams), True
         request.hint, request.keep, request.favoured = before.hint, before.keep, before.favoured
         if before.hint.halves:
-            request.lease.credit = before.lease.credit
+            request.lease.use = before.lease.use
         request.known_pages = before.known_pages
         request.published = before.published
         return request
 
-    def _credit(self, tokens: array[int], seed: bytes, match: Match, hint: CacheHint) -> tuple[float, int]:
-        """What the policy and a hint give a request, in ticks of the tree's clock; and how many pages the
-        hint favours."""
+    def _asked(self, tokens: array[int], seed: bytes, match: Match, hint: CacheHint) -> tuple[Use, int]:
+        """Who a request is for the policy, and how many pages its hint favours."""
         tree, pages = self._tree, len(tokens) // self._tree.page_size
-        credit = tree.credit(tokens, match, hint.halves)
+        use = tree.asked(tokens, match, seed, hint.halves)
         if not hint.continues:
-            return credit, 0
-        if self.state.hints.allow(seed, pages, tree.clock, tree.clock + max(credit, 1.0)):
-            return credit, pages
-        return min(credit, 0.0), 0
+            return use, 0
+        if self.state.hints.allow(seed, pages, tree.clock, tree.clock + max(use.credit, 1.0)):
+            return use, pages
+        use.credit = min(use.credit, 0.0)
+        return use, 0
 
     def _check_capacity(self, tokens: int) -> None:
         pages, state = -(-tokens // self.state.page_size), self.state
@@ -194,7 +194,7 @@ class Planner:
         request.held_back = self._tree.held_back(request.tokens, match)
         had = (request.matched_pages, request.tail_tokens)
         before, request.match = request.lease, match
-        request.lease = self._tree.lock(match, before.credit)
+        request.lease = self._tree.lock(match, before.use)
         request.epoch = self._tree.epoch
         request.resting = False
         self.state.keep(request, request.lease.node)
@@ -218,7 +218,7 @@ class Planner:
         if self.prefetches.was_read_for(request) and not request.resting:
             request.kept = [(node, place) for node, place in before.locked if tier_of(place) is Tier.HOST]
             self.state.lock(request.kept)
-        request.lease = self._tree.lease(root, before.credit)
+        request.lease = self._tree.lease(root, before.use)
         request.resting = True
         self.loads.drop_tail(request)
         before.close()

@@ -231,11 +231,11 @@ class CacheState:
     def bound_hint(self, request: RequestState, pages: int) -> None:
         """A request is about to publish its first `pages` pages: its hint favours them within its share."""
         more, lease = pages - request.favoured, request.lease
-        if request.hint.continues and more > 0 and lease.credit > 0:
-            if self.hints.allow(request.seed, more, self.tree.clock, self.tree.clock + lease.credit):
+        if request.hint.continues and more > 0 and lease.use.credit > 0:
+            if self.hints.allow(request.seed, more, self.tree.clock, self.tree.clock + lease.use.credit):
                 request.favoured = pages
             else:
-                lease.credit = 0.0
+                lease.use.credit = 0.0
 
     def _slot_bytes(self, name: str) -> int:
         """Bytes of a slot of a pool, with those of the pools that share it."""

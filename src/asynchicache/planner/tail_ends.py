@@ -60,7 +60,7 @@ class TailPlanner:
                 tails.supersede(self._tree, tail)
             return tail, None
         if known is not None:
-            tails.use(self._tree, known, request.lease.credit)
+            tails.use(self._tree, known, request.lease.use)
             return (known.node if known.node.tail == count else None), None
         return self._fork(request, node, length)
 
@@ -87,7 +87,7 @@ class TailPlanner:
         # The forward that writes it may be in flight, until the request is released.
         self._tree.lock_for(request.lease.locked, tail, FULL_DEVICE)
         self._windows.hand_over_tail(request, tail)
-        tails.use(self._tree, Tail(tail, tail.tail), request.lease.credit)
+        tails.use(self._tree, Tail(tail, tail.tail), request.lease.use)
         return tail
 
     def _fork(self, request: RequestState, node: Node, length: int) -> tuple[Node | None, Copy | None]:
@@ -97,7 +97,7 @@ class TailPlanner:
             return None, None
         slots = state.free[FULL_DEVICE].allocate(1)
         tail = tails.add(self._tree, node, request.tokens[:length], slots[0], arriving=True)
-        tails.use(self._tree, Tail(tail, tail.tail), request.lease.credit)
+        tails.use(self._tree, Tail(tail, tail.tail), request.lease.use)
         tier_copy = copies.begin_arrival(self._tree, tail, [FULL])
         state.tier_copies.append(tier_copy)
         transfers = state.transfers(FULL, [request.pages[node.end]], slots)

@@ -1,7 +1,7 @@
 """What the leader and its followers say to each other: tagged structs, encoded as msgpack.
 
 The leader's log is a sequence of entries. A follower answers each entry that has an operation number exactly
-once, and once more if an engine was late. Slots are sent as runs, digests as one string of 32 bytes each.
+once, and once more if an engine was late. Slots are sent as runs, digests as one string of 40 bytes each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asynchicache.pools.shared import HostHandle
 from asynchicache.ranks.host_sizes import HostNeed
 from asynchicache.types import Direction, MissReason, Outcome, Tier
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of these messages. Both sides of a connection must have the same one."""
 
 OUTCOMES = tuple(Outcome)

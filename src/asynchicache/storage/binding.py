@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from xxhash import xxh3_64, xxh3_64_digest
 
 from asynchicache.errors import ConfigError, UsageError
-from asynchicache.hashing import DIGEST_BYTES, ObjectKey
+from asynchicache.hashing import DIGEST_BYTES, HASH_BYTES, ObjectKey
 from asynchicache.layouts import HEADER_BYTES, SlotLayout
 from asynchicache.types import Outcome
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 _MAGIC = b"AHC-PAGE"
-_VERSION = 1
+_VERSION = 2
 _XXH3_64 = 1  # id of the checksum algorithm
 _FIXED = Struct("<8sHH4xQ32s64s32s")  # magic, version, checksum, page bytes, fingerprint, pool, shard
-_SEALED = Struct(f"<{_FIXED.size}s32s8s")  # the fixed part, page digest, page checksum
+_SEALED = Struct(f"<{_FIXED.size}s{DIGEST_BYTES}s8s")  # the fixed part, page digest, page checksum
 _SUM_BYTES = 8
 _USED_BYTES = _SEALED.size + _SUM_BYTES  # the header ends with a checksum of itself
 
@@ -202,7 +202,7 @@ class SlotBinding:
 
 
 def _check_names(pool: str, fingerprint: bytes, shard: str) -> None:
-    if len(fingerprint) != DIGEST_BYTES:
+    if len(fingerprint) != HASH_BYTES:
         raise ConfigError(f"fingerprint of pool {pool!r} has {len(fingerprint)} bytes; 32 are needed")
     if not _POOL.fullmatch(pool):
         raise ConfigError(f"pool name {pool!r} must be 1 to 64 of a-z, 0-9 and _")

@@ -24,7 +24,7 @@ from functools import partial
 from hashlib import sha256, shake_128
 from pathlib import Path
 
-from asynchicache.hashing import ObjectKey
+from asynchicache.hashing import NO_NAMESPACE, ObjectKey
 from asynchicache.layouts import HEADER_BYTES, SlotLayout
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import PoolSpec, TensorSpec
@@ -131,7 +131,7 @@ class PoolUnderTest:
 
     def keys(self, *names: int) -> list[ObjectKey]:
         """A key for each number."""
-        return [self.binding.key(sha256(b"%d" % name).digest()) for name in names]
+        return [self.binding.key(NO_NAMESPACE + sha256(b"%d" % name).digest()) for name in names]
 
     def fill(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> None:
         """Put each key's bytes into its slot."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asynchicache.hashing import DIGEST_BYTES, page_digests, tail_digests
+from asynchicache.hashing import HASH_BYTES, page_digests, tail_digests
 from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 
@@ -56,10 +56,10 @@ class PageTokens:
         size, each = self._page_size, page_digests(tokens, 1, seed)
         pages = page_digests(tokens, size, seed)
         for number, digest in enumerate(pages):
-            self._tokens[digest] = b"".join(each[number * size : (number + 1) * size])
+            self._tokens[digest] = _hashes(each[number * size : (number + 1) * size])
         for end, digest in enumerate(each, start=1):
-            page = b"".join(each[(end - 1) // size * size : end])
-            self._tokens.setdefault(digest, page.ljust(size * DIGEST_BYTES, b"\0"))
+            page = _hashes(each[(end - 1) // size * size : end])
+            self._tokens.setdefault(digest, page.ljust(size * HASH_BYTES, b"\0"))
             if end % size:
                 filled = tokens[end - end % size : end] + array("q", [-1] * (size - end % size))
                 (tail,) = tail_digests([filled.tobytes()], pages[end // size - 1] if end >= size else seed)
@@ -71,9 +71,10 @@ class PageTokens:
         return self._ends.get(digest)
 
     def rows(self, digests: Sequence[bytes]) -> PageBytes:
-        """Digests of the tokens of pages, `[pages, tokens, DIGEST_BYTES]`; its own if a page is unknown."""
-        tokens = [self._tokens.get(digest, digest * self._page_size) for digest in digests]
-        return _rows(tokens, self._page_size * DIGEST_BYTES).reshape(-1, self._page_size, DIGEST_BYTES)
+        """Digests of the tokens of pages, `[pages, tokens, HASH_BYTES]`; its own if a page is unknown."""
+        tokens = [self._tokens.get(digest, digest[-HASH_BYTES:] * self._page_size) for digest in digests]
+        rows = np.frombuffer(b"".join(tokens), np.uint8)
+        return rows.reshape(len(digests), self._page_size, HASH_BYTES)
 
 
 class ByteOracle:
@@ -221,7 +222,7 @@ class Pattern:
         columns = np.arange(pool.item_bytes(tensor, spec.page_size))
         self.token_bytes = len(columns) // spec.page_size
         self._tokens = columns // max(self.token_bytes, 1)
-        self._columns = (columns if self._page_tokens is None else columns % self.token_bytes) % DIGEST_BYTES
+        self._columns = (columns if self._page_tokens is None else columns % self.token_bytes) % HASH_BYTES
         names = [f"{identity}{pool.name}/{tensor.name}/{layer}" for layer in tensor.layers]
         salts = _rows([sha256(name.encode()).digest() for name in names])
         self._salts = salts[:, None, self._columns]  # [layers, 1, item]
@@ -254,5 +255,10 @@ class _TensorBytes:
         return slice(bisect_left(self._layers, layer), bisect_right(self._layers, layer))
 
 
-def _rows(digests: Sequence[bytes], width: int = DIGEST_BYTES) -> PageBytes:
-    return np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), width)
+def _hashes(digests: Sequence[bytes]) -> bytes:
+    """Hashes behind each other, without their namespaces."""
+    return b"".join(digest[-HASH_BYTES:] for digest in digests)
+
+
+def _rows(digests: Sequence[bytes]) -> PageBytes:
+    return np.frombuffer(_hashes(digests), np.uint8).reshape(len(digests), HASH_BYTES)

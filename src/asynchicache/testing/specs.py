@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asynchicache.errors import ConfigError
-from asynchicache.hashing import DIGEST_BYTES
+from asynchicache.hashing import HASH_BYTES
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.types import trailing_pages
 
@@ -18,7 +18,7 @@ def synthetic_spec(
     *,
     window_pages: int = 1,
     token_bytes: int = 1,
-    state_bytes: int = DIGEST_BYTES,
+    state_bytes: int = HASH_BYTES,
 ) -> ModelSpec:
     """A hybrid model with a few bytes per layer, and the kinds of pools that real models have.
 

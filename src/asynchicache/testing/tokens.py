@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asynchicache.hashing import DIGEST_BYTES
+from asynchicache.hashing import HASH_BYTES
 from asynchicache.specs import ModelSpec, TensorSpec
 from asynchicache.testing.oracle import PageBytes
 
@@ -70,7 +70,7 @@ class _TokenBytes:
         layers, slots = tensor.shape[:2]
         self.content: PageBytes = tensor.view(torch.uint8).view(layers, slots, page_size, -1).numpy()
         names = [f"{pool}/{known.name}/{layer}" for layer in known.layers]
-        self._columns = np.arange(self.content.shape[-1]) % DIGEST_BYTES
+        self._columns = np.arange(self.content.shape[-1]) % HASH_BYTES
         self._salts = np.stack([_bytes_of([sha256(name.encode()).digest()]) for name in names])
 
     def expected(self, digests: Sequence[bytes]) -> PageBytes:
@@ -79,4 +79,5 @@ class _TokenBytes:
 
 
 def _bytes_of(digests: Sequence[bytes]) -> PageBytes:
-    return np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), DIGEST_BYTES)
+    hashes = b"".join(digest[-HASH_BYTES:] for digest in digests)
+    return np.frombuffer(hashes, np.uint8).reshape(len(digests), HASH_BYTES)

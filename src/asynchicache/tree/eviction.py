@@ -127,6 +127,8 @@ def _evict_full(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: in
             tree.ghosts.add(node.end - wanted, node.key[kept : kept + tree.page_bytes], node.end)
             freed.slots.setdefault(place, []).extend(tree.trim(node, wanted, place))
             freed.lost += wanted
+            if tree.tells_losses:
+                tree.policy.lost(node.seed(), wanted)
             tree.refresh(node, place)
             return
         tree.split(node, node.pages - wanted)  # a tail is enough: `node` is the tail now
@@ -134,7 +136,9 @@ def _evict_full(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: in
         if node.slots[other] is not None:
             freed.slots.setdefault(other, []).extend(tree.clear_slots(node, other))
     freed.slots.setdefault(place, []).extend(tree.clear_slots(node, place))
+    seed = node.seed() if tree.tells_losses else b""
     if remove_if_dead(tree, node):
+        tree.policy.lost(seed, node.pages)
         if not node.tail:  # part of a page: a ghost of it would be taken for a page that was asked for
             tree.ghosts.add(node.end - node.pages, node.head, node.end)
         freed.lost += node.pages

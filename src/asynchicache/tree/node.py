@@ -160,6 +160,14 @@ class Node:
             yield node
             node = node.parent
 
+    def seed(self) -> bytes:
+        """The digest of the namespace that it belongs to."""
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        assert node.digests is not None, "a root has its seed"
+        return node.digests[0]
+
     def slots_at(self, place: SlotPlace) -> list[int]:
         """The slots at a place; empty if it has none."""
         slots = self.slots[place]

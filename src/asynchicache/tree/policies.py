@@ -1,9 +1,9 @@
 """Eviction policies, and the queue that keeps candidates in a policy's order.
 
 A policy gives each use of a path a worth; the attention pages whose last use was worth least are evicted
-first. What a node is worth may only grow (a use makes it more valuable), so the queue corrects an entry when
-it is popped instead of on every use. The tree passes the worth on: both halves of a split node keep it, and
-a parent is worth at least what its lost children were.
+first. A use makes a node worth more, so the queue corrects an entry when it is popped instead of on every
+use; a policy that wants a node to be worth less says so with `Policy.lower`. The tree passes the worth on:
+both halves of a split node keep it, and a parent is worth at least what its lost children were.
 
 To add a policy, derive a class from `Policy` and name it in the option `eviction`, as `package.module:Class`.
 `Lru` shows how little is needed.
@@ -12,6 +12,7 @@ To add a policy, derive a class from `Policy` and name it in the option `evictio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from math import exp, frexp, inf, log
 from pkgutil import resolve_name
@@ -25,8 +26,37 @@ _NOTHING_LOST = -1 << 20
 """The class of a density of 0; the others are exponents of two."""
 
 
+@dataclass(slots=True, eq=False)
+class Use:
+    """Who uses a path: one request.
+
+    Attributes:
+        seed: the digest of its namespace; empty without one.
+        tokens: how many it had when it came.
+        known: the first pages of it that the tree had then, in some tier, or lately.
+        hint: what its client knows, from -2 (it will not return) to 2 (it will); 0: nothing.
+        credit: what `Policy.credit` returned for it; less where a hint was refused.
+    """
+
+    seed: bytes = b""
+    tokens: int = 0
+    known: int = 0
+    hint: float = 0.0
+    credit: float = 0.0
+
+
+NOBODY = Use()
+"""A use without a request."""
+
+
 class Policy:
-    """Orders attention pages: what is worth least is evicted first. States have an order of their own."""
+    """Orders attention pages: what is worth least is evicted first. States have an order of their own.
+
+    Attributes:
+        lower: makes a node worth less than it was, `lower(node, worth)`; the tree sets it.
+    """
+
+    lower: Callable[[Node, float], None]
 
     def __init__(self, capacity: int, page_bytes: int) -> None:
         """
@@ -35,43 +65,45 @@ class Policy:
             page_bytes: bytes of a page in a key.
         """
 
-    def worth(self, node: Node, clock: float, credit: float) -> float:
+    def worth(self, node: Node, clock: float, use: Use) -> float:
         """What a use now makes a path worth whose end is `node`; the tree keeps the old worth if it is more.
 
         Args:
             node: the node.
             clock: the tree's clock, which counts the pages that entered the tree, and uses.
-            credit: what `credit` returned for the request that uses it; 0 without a request.
+            use: who uses it.
         """
         raise TypeError(f"{type(self).__name__} has no worth()")
 
-    def credit(self, end: Node, clock: float, prompt: memoryview, known: int, hint: float) -> float:
+    def credit(self, end: Node, clock: float, prompt: memoryview, use: Use) -> float:
         """What is particular to a request that was just matched; called once, before it uses the tree.
 
         Args:
-            clock: the tree's clock.
             end: the node where its match ends, or the one before if it ends inside a node.
-            prompt: its tokens as bytes.
-            known: the first pages of it that the tree has in some tier, or had lately.
-            hint: what the client knows, from -2 (will not return) to 2 (will); 0: nothing.
+            clock: the tree's clock.
+            prompt: its tokens as bytes, valid during the call.
+            use: the request, without its credit.
         """
-        return hint
+        return use.hint
 
-    def published(self, node: Node, clock: float) -> None:
+    def published(self, node: Node, clock: float, use: Use) -> None:
         """A request that computed the pages of `node` has published them."""
+
+    def lost(self, seed: bytes, pages: int) -> None:
+        """Pages of a namespace were evicted from the last tier that had them."""
 
 
 class Lru(Policy):
     """Least recently used first."""
 
-    def worth(self, node: Node, clock: float, credit: float) -> float:
+    def worth(self, node: Node, clock: float, use: Use) -> float:
         return clock
 
 
 class Fifo(Policy):
     """Oldest first, however often it was used."""
 
-    def worth(self, node: Node, clock: float, credit: float) -> float:
+    def worth(self, node: Node, clock: float, use: Use) -> float:
         return node.worth[0] or clock
 
 
@@ -92,18 +124,18 @@ class SizeCredit(Policy):
         self._returns = self._openings = 0
         self._return_logs = self._size_logs = 0.0  # sums of logarithms: the means are geometric
 
-    def worth(self, node: Node, clock: float, credit: float) -> float:
-        return clock + credit
+    def worth(self, node: Node, clock: float, use: Use) -> float:
+        return clock + use.credit
 
-    def credit(self, end: Node, clock: float, prompt: memoryview, known: int, hint: float) -> float:
+    def credit(self, end: Node, clock: float, prompt: memoryview, use: Use) -> float:
         if end.published >= 0:
             self._returned(clock - end.published)
             end.published = -1
         pages = len(prompt) // self._page_bytes
-        new = log(pages - known) if pages > known else 0.0
+        new = log(pages - use.known) if pages > use.known else 0.0
         self._openings += 1
         self._size_logs += new
-        credit = hint - (new - self._size_logs / self._openings) * _HALVES_A_LOG
+        credit = use.hint - (new - self._size_logs / self._openings) * _HALVES_A_LOG
         if self._openings >= _MEMORY:
             self._openings //= 2
             self._size_logs /= 2
@@ -121,7 +153,7 @@ class SizeCredit(Policy):
             self._returns //= 2
             self._return_logs /= 2
 
-    def published(self, node: Node, clock: float) -> None:
+    def published(self, node: Node, clock: float, use: Use) -> None:
         node.published = clock
 
 
@@ -329,6 +361,10 @@ class ValueQueue(EvictionQueue):
     def add(self, node: Node) -> None:
         self.members.add(node)
         self._changed.add(node)
+
+    def requeue(self, node: Node) -> None:
+        if self._queued.pop(node, None) is not None:
+            self._changed.add(node)
 
     def score(self, clock: float, step: float, now: float = 0.0) -> float | None:
         found = self._best(clock, step, now)

@@ -47,7 +47,7 @@ from asynchicache.tree.node import (
     is_full,
     place_of,
 )
-from asynchicache.tree.policies import EVICTION, EvictionQueue, ValueQueue, policy
+from asynchicache.tree.policies import EVICTION, NOBODY, EvictionQueue, Policy, Use, ValueQueue, policy
 from asynchicache.tree.value import PrefixValue
 from asynchicache.types import TOKEN_BYTES, Coverage, Tier
 
@@ -117,14 +117,14 @@ class HeldBack(NamedTuple):
 class PathLease(Lease):
     """Keeps one prefix: the path to `node` where it is, and what its end needs of the other pools."""
 
-    __slots__ = ("credit", "locked", "node")
+    __slots__ = ("locked", "node", "use")
     _words = "a request was lost, not closed: leave it by `async with`, or call its close()"
 
-    def __init__(self, tree: UnifiedRadixTree, node: Node, locked: Locks, credit: float) -> None:
+    def __init__(self, tree: UnifiedRadixTree, node: Node, locked: Locks, use: Use) -> None:
         super().__init__(lambda: tree.unlock_all(locked))  # not through `self`: a lost lease ends at once
         self.node = node
         self.locked = locked
-        self.credit = credit
+        self.use = use
 
 
 class Pages(NamedTuple):
@@ -213,6 +213,8 @@ class UnifiedRadixTree:
         self._window_places = frozenset(place for place in self.page_places if not is_full(place))
         self._inherited = sum(1 << component_id for component_id in paged)
         self.policy = policy(eviction)(capacity, self.page_bytes)
+        self.policy.lower = self._lower
+        self.tells_losses = type(self.policy).lost is not Policy.lost
         self.ghosts = Ghosts(capacity, self.page_bytes)
         self.costs = tuple(costs) or (1.0,) * self.width
         self._has_states = any(not component.paged for component in self.components)
@@ -604,11 +606,18 @@ class UnifiedRadixTree:
         node.worth[component_id] = self.clock
         node.superseded &= ~(1 << component_id)
 
-    def touch_pages(self, node: Node, credit: float) -> None:
+    def touch_pages(self, node: Node, use: Use) -> None:
         self.clock += 1
-        worth = self.policy.worth(node, self.clock, credit)
+        worth = self.policy.worth(node, self.clock, use)
         if worth > node.worth[0]:
             node.worth[0] = worth
+
+    def _lower(self, node: Node, worth: float) -> None:
+        """Make the pages of a node worth less, on behalf of the policy."""
+        if worth < node.worth[0]:
+            node.worth[0] = worth
+            for place in (FULL_DEVICE, FULL_HOST):
+                self.queues[place].requeue(node)
 
     def keep(self, node: Node, keep: Keep) -> None:
         """Keep what a prefix that ends at `node` needs, as far as the hint's share goes."""
@@ -802,22 +811,28 @@ class UnifiedRadixTree:
 
     # --- leases ---
 
-    def credit(self, tokens: array[int], match: Match, hint: float = 0.0) -> float:
-        """What is particular to a request for the policy; call it once a request, after its match.
+    def asked(self, tokens: array[int], match: Match, seed: bytes = b"", hint: float = 0.0) -> Use:
+        """A request has come and was just matched: who it is for the policy; call it once a request.
 
-        `hint`: what the client knows, from -2 (the request's pages will not be asked for again) to 2.
+        Args:
+            tokens: of the request.
+            match: its match.
+            seed: the digest of its namespace.
+            hint: what the client knows, from -2 (the request's pages will not be asked for again) to 2.
         """
-        prompt, known = memoryview(tokens).cast("B"), self.count_known(tokens, match)
-        return self.policy.credit(match.node, self.clock, prompt, known, hint)
+        use = Use(seed, len(tokens), self.count_known(tokens, match), hint)
+        with memoryview(tokens).cast("B") as prompt:
+            use.credit = self.policy.credit(match.node, self.clock, prompt, use)
+        return use
 
     def count_known(self, tokens: array[int], match: Match) -> int:
         """Pages of `tokens`, which were just matched, that the tree has in some tier or had lately."""
         return self.ghosts.reach(memoryview(tokens).cast("B"), match.full_pages)
 
-    def lock(self, match: Match, credit: float = 0.0) -> PathLease:
+    def lock(self, match: Match, use: Use = NOBODY) -> PathLease:
         """Lock a match: nothing of its prefix can be evicted until the lease is closed.
 
-        `credit` counts for this use, and for those of what is inserted behind the lease.
+        `use` is also who uses what is inserted behind the lease.
 
         Raises:
             InternalError: the tree changed since the match was made.
@@ -828,11 +843,11 @@ class UnifiedRadixTree:
         if match.inside and match.partial is not None:
             partial = match.partial
             node = partial if match.inside == partial.pages else self.split(partial, match.inside)
-        self.touch_pages(node, credit)
+        self.touch_pages(node, use)
         self.uses += 1
         for component in self.components:
             self.use(component, node)
-        return self.lease(node, credit)
+        return self.lease(node, use)
 
     def use(self, component: Component, node: Node) -> None:
         """Mark as used now what a prefix that ends at `node` needs of a pool.
@@ -842,14 +857,14 @@ class UnifiedRadixTree:
         for part in component.needs(node):
             self.touch(part, component.id)
 
-    def lease(self, node: Node, credit: float = 0.0) -> PathLease:
+    def lease(self, node: Node, use: Use = NOBODY) -> PathLease:
         """Keep the path to `node`, and what a prefix needs there of the other pools."""
         node = self.rooted(node)
         locked = self._anchors(node)
         for component in self.components:
             locked += prefix_locks(component, node)
         self.lock_all(locked)
-        return PathLease(self, node, locked, credit)
+        return PathLease(self, node, locked, use)
 
     @staticmethod
     def _anchors(node: Node) -> Locks:
@@ -922,7 +937,7 @@ class UnifiedRadixTree:
         node = result.node
         if windows:
             self._insert_windows(result, windows)
-        self.published(node, lease.credit, fresh=bool(result.filled))
+        self.published(node, lease.use, fresh=bool(result.filled))
         self.relock(lease, node)
         for component_id, pages in (windows or {}).items():
             self._keep_taken(lease, component_id, pages.first, result.windows[component_id])
@@ -942,11 +957,11 @@ class UnifiedRadixTree:
     def _window(self, component_id: int) -> WindowComponent:
         return next(component for component in self.windows if component.id == component_id)
 
-    def published(self, node: Node, credit: float, *, fresh: bool) -> None:
+    def published(self, node: Node, use: Use, *, fresh: bool) -> None:
         """A request published the path to `node`; `fresh`: it computed pages that the tree had not."""
         if fresh:
-            self.policy.published(node, self.clock)
-        self.touch_pages(node, credit)
+            self.policy.published(node, self.clock, use)
+        self.touch_pages(node, use)
 
     def _keep_taken(
         self, lease: PathLease, component_id: int, first: int, refused: Mapping[int, int]
@@ -971,7 +986,7 @@ class UnifiedRadixTree:
         if node.residency[FULL_HOST] == ABSENT:
             raise InternalError(f"host pages inserted behind {node!r}, which is not on the host")
         result = self._walk_in(node, tokens, slots, FULL_HOST)
-        self.touch_pages(result.node, 0.0)
+        self.touch_pages(result.node, NOBODY)
         return result
 
     def _walk_in(self, node: Node, tokens: array[int], slots: Sequence[int], place: SlotPlace) -> Inserted:

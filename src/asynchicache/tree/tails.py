@@ -30,6 +30,7 @@ from asynchicache.tree.node import (
     SlotPlace,
     place_of,
 )
+from asynchicache.tree.policies import NOBODY, Use
 from asynchicache.tree.radix_tree import Inserted, Match, UnifiedRadixTree
 from asynchicache.types import TOKEN_BYTES, Tier
 
@@ -179,7 +180,7 @@ def insert_host(
         result.filled.append(tail)
     else:
         result.duplicates.append(slots[-1])
-    tree.touch_pages(tail, 0.0)
+    tree.touch_pages(tail, NOBODY)
     result.node = tail
     return result
 
@@ -206,10 +207,10 @@ def locks(tree: UnifiedRadixTree, tail: Tail) -> Locks:
     return found
 
 
-def use(tree: UnifiedRadixTree, tail: Tail, credit: float) -> None:
+def use(tree: UnifiedRadixTree, tail: Tail, use: Use) -> None:
     """Mark a tail as used now; a whole page is used only if its own sequence is."""
     if tail.node.tail:
-        tree.touch_pages(tail.node, credit)
+        tree.touch_pages(tail.node, use)
         for component in tree.components:
             tree.use(component, tail.node)
 

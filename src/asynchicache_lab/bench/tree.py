@@ -185,7 +185,7 @@ class _Server:
         """Serve one turn; return the number of its prompt's pages that were hits."""
         tree = self.tree
         match = self.match(turn.tokens, limit=turn.prompt // tree.page_size)
-        lease = tree.lock(match, tree.credit(turn.tokens, match))
+        lease = tree.lock(match, tree.asked(turn.tokens, match))
         _path_slots(lease.node)  # the prefix's slots, as for an attention kernel
         new = len(turn.tokens) // tree.page_size - match.pages
         slots = self._allocate(FULL_DEVICE, new)

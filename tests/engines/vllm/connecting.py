@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_digest
 
-_ENTRY = Struct("<32sQQ8s8s")  # docs/reference/file_format.md
-_SEALED = 56
+_ENTRY = Struct("<40sQQ8s56x8s")  # docs/reference/file_format.md
+_SEALED = 120
 
 Stored = dict[tuple[str, str], np.ndarray]
 """By pool and digest, the bytes of a page."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from asynchicache.events import PagesRemoved, PagesStored
+from asynchicache.hashing import NAMESPACE_BYTES
 from asynchicache.integrations.kv_events.config import KvEventsConfig
 from asynchicache.integrations.kv_events.wire import BlockHash, BlockRemoved, BlockStored, KvEvent
 from asynchicache.specs import ModelSpec, PoolSpec
@@ -41,7 +42,7 @@ class EventEncoder:
 
     def __init__(self, spec: ModelSpec, config: KvEventsConfig) -> None:
         self.media = MEDIA[config.media]
-        self._hash: Callable[[bytes], BlockHash] = _int64 if config.hashes == "int64" else bytes
+        self._hash: Callable[[bytes], BlockHash] = _int64 if config.hashes == "int64" else _hash
         wanted = config.pools
         self._groups = {
             pool.name: _group(index, pool, spec.page_size)
@@ -94,9 +95,14 @@ class EventEncoder:
         )
 
 
+def _hash(digest: bytes) -> bytes:
+    """Return the hash of the chain, which is SGLang's."""
+    return digest[NAMESPACE_BYTES:]
+
+
 def _int64(digest: bytes) -> int:
     """Return the same integer as SGLang's `hash_str_to_int64`."""
-    return int.from_bytes(digest[:8], "big", signed=True)
+    return int.from_bytes(_hash(digest)[:8], "big", signed=True)
 
 
 def _group(index: int, pool: PoolSpec, page_size: int) -> _Group:

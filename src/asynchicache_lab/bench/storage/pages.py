@@ -7,7 +7,7 @@ from hashlib import sha256
 
 from xxhash import xxh3_64_intdigest
 
-from asynchicache.hashing import ObjectKey
+from asynchicache.hashing import NO_NAMESPACE, ObjectKey
 from asynchicache.pools.host import HostPool
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.storage.binding import SlotBinding
@@ -43,7 +43,7 @@ class BenchPages:
     def keys(self, round_number: int, indices: range | list[int]) -> list[ObjectKey]:
         """Names unique to the round, so that every put stores a new page."""
         names = (f"{self._run} {round_number} {index}" for index in indices)
-        return [self.binding.key(sha256(name.encode()).digest()) for name in names]
+        return [self.binding.key(NO_NAMESPACE + sha256(name.encode()).digest()) for name in names]
 
     def erase(self) -> None:
         """Overwrite every slot, so that only a read brings the pages back."""
