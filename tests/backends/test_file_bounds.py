@@ -340,8 +340,9 @@ async def test_entries_of_other_slots_and_noise_are_no_entries(tmp_path: Path) -
     async with bench_at(tmp_path) as bench:
         await fill(bench, range(4))
     data = bytearray(pages_file(tmp_path).read_bytes())
-    data[64:128], data[128:192] = data[128:192], data[64:128]
-    data[192 + 5] ^= 1
+    second, third = (slice(n * shape.ENTRY_BYTES, (n + 1) * shape.ENTRY_BYTES) for n in (1, 2))
+    data[second], data[third] = data[third], data[second]
+    data[3 * shape.ENTRY_BYTES + 5] ^= 1
     pages_file(tmp_path).write_bytes(data)
     async with bench_at(tmp_path) as bench:
         assert await there(bench, range(4)) == [0]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asynchicache.backends.file.folder import StoreFolder
+from asynchicache.backends.file.shape import ENTRY_BYTES
 from asynchicache.cli.main import main
 from asynchicache.types import Outcome
 from storage.file_stores import SLOT_BYTES, SLOTS_AT, backend_at, bench_at, open_bench
@@ -68,8 +69,8 @@ def test_a_whole_store(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     "offset",
     [
         SLOTS_AT + 2 * SLOT_BYTES + 100,  # the page
-        2 * 64 + 8,  # its name
-        2 * 64 + 50,  # its checksum
+        2 * ENTRY_BYTES + 8,  # its name
+        2 * ENTRY_BYTES + 58,  # its checksum
     ],
 )
 def test_damage_is_found_and_repaired(store: Path, offset: int, capsys: pytest.CaptureFixture[str]) -> None:

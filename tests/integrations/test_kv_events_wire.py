@@ -14,7 +14,7 @@ import pytest
 from asynchicache import ConfigError, Coverage, ModelSpec, PoolSpec, TensorSpec, Tier
 from asynchicache.errors import WireFormatError
 from asynchicache.events import PagesRemoved, PagesStored
-from asynchicache.hashing import page_digests
+from asynchicache.hashing import NAMESPACE_BYTES, page_digests
 from asynchicache.integrations.kv_events.config import KvEventsConfig, at_rank
 from asynchicache.integrations.kv_events.decoding import MAX_PAYLOAD_BYTES, decode
 from asynchicache.integrations.kv_events.encoding import EventEncoder
@@ -51,6 +51,7 @@ SPEC = ModelSpec(
 )
 TOKENS = array("q", range(16))
 DIGESTS = page_digests(TOKENS, 4)
+HASHES = [digest[NAMESPACE_BYTES:] for digest in DIGESTS]
 
 
 def plain(value: Any) -> Any:
@@ -224,8 +225,8 @@ def test_what_we_send_is_a_map_that_says_everything():
 
     assert sent == {
         "type": "BlockStored",
-        "block_hashes": [int.from_bytes(digest[:8], "big", signed=True) for digest in DIGESTS[1:3]],
-        "parent_block_hash": int.from_bytes(DIGESTS[0][:8], "big", signed=True),
+        "block_hashes": [int.from_bytes(each[:8], "big", signed=True) for each in HASHES[1:3]],
+        "parent_block_hash": int.from_bytes(HASHES[0][:8], "big", signed=True),
         "token_ids": list(range(4, 12)),
         "block_size": 4,
         "lora_id": None,
@@ -249,7 +250,7 @@ def test_words_and_hashes_are_a_choice():
 
     assert isinstance(first, BlockStored)
     assert (first.block_hashes, first.medium, first.kv_cache_spec_kind) == (
-        DIGESTS[:1],
+        HASHES[:1],
         "DISK",
         "full_attention",
     )

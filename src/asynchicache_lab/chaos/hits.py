@@ -440,6 +440,10 @@ class HitOracle:
         matched, refusals = request.hit.tokens, self._refusals
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         self._seen(case, memory[FULL], memory)
+        now = memory[FULL]
+        if case.digests:
+            now = _either(now, self._in_storage(list(case.digests))[FULL])
+        case.reached = min(case.reached, _run(now))  # memory may have lost it while it waited for room
         yield
         if self._excused() or self._is_over(case) or self._controller.executor.failure is not None:
             return

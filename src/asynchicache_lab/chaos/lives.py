@@ -38,7 +38,7 @@ _CLOSE_SECONDS = 0.5
 
 def life_limits(life: Life) -> PoolLimits:
     """Storage limits that tolerate many slow queries in a row, which are no fault."""
-    deadline = 0.01 + 20 * life.storage.exists + 500 * life.link.page_seconds
+    deadline = 0.01 + 20 * life.storage.exists + 2000 * life.link.page_seconds
     return PoolLimits(deadline=deadline, cooldown=0.01, closing=0.005, clearing=0.005)
 
 
