@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import pytest
@@ -28,12 +28,13 @@ from asynchicache.ranks.sharing import HostShare
 from asynchicache.transfer.plan import Direction
 from asynchicache.types import Outcome
 from asynchicache_lab.ranks.chaos import draw_rank_script, run_rank_script, search_ranks
-from lab.chaos.known_seeds import known_first
+from lab.chaos.known_seeds import KNOWN, known_first
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 MAX_SEEDS = 500
 """Seeds in which each planted bug must be found."""
+FEW_SEEDS = 40
 
 
 def test_the_search_is_clean() -> None:
@@ -274,10 +275,24 @@ PLANTS: list[Plant] = [
 ]
 
 
+def found_at(plant: Plant, seeds: Iterable[int], patch: pytest.MonkeyPatch) -> int | None:
+    """The first seed that finds a bug."""
+    plant(patch)
+    return next((seed for seed in seeds if run_rank_script(draw_rank_script(seed)).violations), None)
+
+
 @pytest.mark.filterwarnings("ignore")  # a run that does not end leaves its tasks
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    seeds = known_first("ranks", plant.__name__, range(MAX_SEEDS))
-    found = next((seed for seed in seeds if run_rank_script(draw_rank_script(seed)).violations), None)
-    assert found is not None, f"not found in {MAX_SEEDS} seeds"
+    known = plant.__name__ in KNOWN["ranks"]
+    seeds = known_first("ranks", plant.__name__, range(FEW_SEEDS if known else 0))
+    if found_at(plant, seeds, monkeypatch) is None:
+        assert not known, f"not found in {FEW_SEEDS} seeds"
+        pytest.skip("no seed is known: `make soak` searches, scripts/planted_seeds.py writes it down")
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_some_seed_finds_a_planted_bug(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found_at(plant, known_first("ranks", plant.__name__, range(MAX_SEEDS)), monkeypatch) is not None
