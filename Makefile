@@ -43,6 +43,9 @@ engines:  ## install servers that tests of storage engines run (apt as root, pip
 demo: $(SMALL)  ## a hybrid model served with and without the cache, and a report
 	$(BIN)/asynchicache demo $(ARGS)
 
+# Hundreds of processes import the library: it is compiled once, whatever the environment says.
+test lab-test soak: export PYTHONDONTWRITEBYTECODE =
+
 # Two processes, whatever the machine: tests start servers and read clocks. WORKERS=0 runs them in one, for a debugger.
 test: $(TEST)  ## the tests of the library, without those marked soak or gpu
 	$(BIN)/python -m pytest --ignore tests/lab --numprocesses $(WORKERS) --dist worksteal $(ARGS)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import typing
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,50 +28,62 @@ TRACE = Path(__file__).parents[1] / "data" / "traces" / "claude_code_weka_16_ses
 LIST_IMPORTS = """
 import json, sys
 from asynchicache.cli.main import main
-try:
-    code = main(sys.argv[2:])
-except SystemExit as stopped:
-    code = stopped.code
-print(json.dumps([code, sorted(set(json.loads(sys.argv[1])) & set(sys.modules))]), file=sys.stderr)
+found = []
+for words in json.loads(sys.argv[2]):
+    try:
+        code = main(words)
+    except SystemExit as stopped:
+        code = stopped.code
+    found.append([code, sorted(set(json.loads(sys.argv[1])) & set(sys.modules))])
+print(json.dumps(found), file=sys.stderr)
 """
 
 
-def started(*arguments: str) -> tuple[int, list[str]]:
-    """The exit code of a command in a fresh process, and the heavy modules that it imported."""
-    command = [sys.executable, "-c", LIST_IMPORTS, json.dumps(sorted(HEAVY)), *arguments]
+def started(*commands: Sequence[str]) -> list[tuple[int, list[str]]]:
+    """The exit codes of commands, one after another in a fresh process, and the heavy modules that were
+    imported by then."""
+    command = [sys.executable, "-c", LIST_IMPORTS, json.dumps(sorted(HEAVY)), json.dumps(commands)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
-    code, modules = json.loads(run.stderr.splitlines()[-1])
-    return code, modules
+    return [(code, modules) for code, modules in json.loads(run.stderr.splitlines()[-1])]
+
+
+CODES = {
+    ("--version",): 0,
+    ("--help",): 0,
+    ("bench", "--help"): 0,
+    ("fly",): 2,
+    ("verify",): 2,
+    ("verify", "nowhere"): 1,
+    ("clear", "nowhere", "--everything"): 1,
+    **{(*command.path, "--help"): 0 for command in COMMANDS},
+    **{(*command.path, "--seed", "x"): 2 for command in COMMANDS},
+}
+
+
+def test_commands_import_what_they_need() -> None:
+    found = dict(zip(CODES, started(*CODES), strict=True))
+
+    assert found == {words: (code, []) for words, code in CODES.items()}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
+    ("words", "code"),
     [
-        (["--version"], 0),
-        (["--help"], 0),
-        (["bench", "--help"], 0),
-        (["fly"], 2),
-        (["verify"], 2),
-        (["verify", "nowhere"], 1),
-        (["clear", "nowhere", "--everything"], 1),
         (["replay", "nowhere"], 2),
         (["replay", str(TRACE), "--pools", "kv,mamba,swa,dsa", "--capacity-share", "0.5"], 0),
-        *(([*command.path, "--help"], 0) for command in COMMANDS),
-        *(([*command.path, "--seed", "x"], 2) for command in COMMANDS),
     ],
-    ids=lambda words: " ".join(map(str, words))[:40] if isinstance(words, list) else str(words),
+    ids=["no trace", "a trace"],
 )
-def test_a_command_imports_what_it_needs(arguments: list[str], code: int) -> None:
-    reads_a_trace = arguments[0] == "replay" and not arguments[1].startswith("--")
-    assert started(*arguments) == (code, ["numpy"] if reads_a_trace else [])
+def test_a_replay_needs_arrays_and_no_more(words: list[str], code: int) -> None:
+    assert started(words) == [(code, ["numpy"])]
 
 
 def test_a_store_is_verified_and_cleared_without_arrays(tmp_path: Path) -> None:
     pool = tmp_path / "store"
     pool.mkdir()
 
-    assert started("verify", str(pool))[1] == []
-    assert started("clear", str(pool), "--everything")[1] == []
+    found = started(["verify", str(pool)], ["clear", str(pool), "--everything"])
+    assert [modules for _, modules in found] == [[], []]
 
 
 def test_the_package_alone_imports_nothing() -> None:
@@ -118,7 +131,7 @@ def test_a_start_takes_a_fifth_of_a_second_of_processor_time() -> None:
     times = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        started("--version")
+        started(["--version"])
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
