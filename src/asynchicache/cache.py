@@ -1,4 +1,4 @@
-"""HybridCache: opens device, pools, transfers, storage and controller, and closes them in reverse order."""
+"""HybridCache: the front door. `parts` opens what stands behind it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from asynchicache.config import CacheConfig
-from asynchicache.controller.controller import HybridCacheController
+from asynchicache.controller.controller import CacheParts
 from asynchicache.controller.event_hub import EventSubscription
 from asynchicache.controller.recorder import TraceRecorder
 from asynchicache.controller.request import Hit, Request
@@ -33,7 +33,6 @@ from asynchicache.errors import (
 from asynchicache.events import PagesStored
 from asynchicache.openings import Opening, caller
 from asynchicache.parts import (
-    CacheParts,
     OtherRanks,
     attach_storage,
     open_parts,
@@ -62,7 +61,7 @@ class RequestTracer(Tracer, Protocol):
 
     def request(
         self,
-        controller: HybridCacheController,
+        parts: CacheParts,
         tokens: array[int],
         seed: bytes,
         traceparent: str | None,
@@ -85,7 +84,6 @@ class HybridCache:
         self.spec = spec
         self.config = config
         self._parts = parts
-        self._controller = parts.controller
         self._tracer: RequestTracer | None = None
         self._stack = stack
         self._closing = asyncio.Lock()
@@ -94,6 +92,7 @@ class HybridCache:
         self._opened_at = opened_at
         self._attached = config
         self._given: StorageBackend | None = None
+        self._group: OtherRanks | None = None
 
     @classmethod
     def open(
@@ -153,7 +152,7 @@ class HybridCache:
             await shielded(stack.aclose())
             raise
         cache = cls(spec, config, parts, stack, opened_at)
-        cache._given = storage
+        cache._given, cache._group = storage, group
         return cache
 
     async def aclose(self) -> None:
@@ -162,7 +161,7 @@ class HybridCache:
 
         Runs to its end even if the caller is cancelled. Requests that are still open are logged.
         """
-        self._controller.executor.loop.check()
+        self._parts.executor.loop.check()
         await shielded(self._close_once())
 
     async def _close_once(self) -> None:
@@ -173,23 +172,23 @@ class HybridCache:
                 await self._stack.aclose()
 
     async def _close(self) -> None:
-        self._controller.executor.close()
-        self._parts.engine.end_unstarted()
+        self._parts.executor.close()
+        self._parts.transfers.end_unstarted()
         try:
             async with asyncio.timeout(self.config.close_seconds):
-                await self._controller.executor.idle()
-                if self._parts.stored:
-                    await self._controller.storage_writer.sync()
-                await self._controller.storage_writer.flush_touches()
+                await self._parts.executor.idle()
+                if self._parts.storage:
+                    await self._parts.storage_writer.sync()
+                await self._parts.storage_writer.flush_touches()
         except TimeoutError:
             _log.warning("closed with work in flight after %s s", self.config.close_seconds)
         finally:
             self._tell_open_requests()
             self._tell_split()
-            self._controller.stop()
+            self._parts.stop()
 
     def _tell_open_requests(self) -> None:
-        left = self._controller.open_requests()
+        left = self._parts.open_requests()
         if left:
             more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
             _log.warning("closed while requests were open: %s%s", "; ".join(left[:_MAX_NAMED]), more)
@@ -216,7 +215,7 @@ class HybridCache:
     @property
     def tails(self) -> bool:
         """Whether prefixes may end inside a page: the option is on, and the model allows it."""
-        return self._controller.planner.state.tails
+        return self._parts.planner.state.tails
 
     def request(
         self,
@@ -242,7 +241,7 @@ class HybridCache:
             InvalidTokensError: no tokens, or an id is not an integer from 0 to 2**63 - 1.
             ClosedError: the cache is closed.
         """
-        self._controller.executor.check_open()
+        self._parts.executor.check_open()
         if self.config.page_keys:
             raise UsageError("prefixes of this cache are page keys (option page_keys): use request_keys()")
         words = token_array(tokens)[:]
@@ -272,7 +271,7 @@ class HybridCache:
             UsageError: the option `page_keys` is not set.
             ClosedError: the cache is closed.
         """
-        self._controller.executor.check_open()
+        self._parts.executor.check_open()
         if not self.config.page_keys:
             raise UsageError(
                 "prefixes of this cache are tokens: set the option page_keys to name them by keys"
@@ -288,7 +287,7 @@ class HybridCache:
         return self._request(words, prompt, self._seed(namespace, salt), stream, traceparent, caller(), hint)
 
     def _seed(self, namespace: str | None, salt: str | None) -> bytes:
-        return self._controller.namespaces.seed(namespace, salt)
+        return self._parts.namespaces.seed(namespace, salt)
 
     def _request(
         self,
@@ -301,16 +300,16 @@ class HybridCache:
         hint: CacheHint,
     ) -> Request:
         if self._tracer is None:
-            request = Request(self._controller, words, seed, prompt)
+            request = Request(self._parts, words, seed, prompt)
         else:
-            request = self._tracer.request(self._controller, words, seed, traceparent, prompt)
+            request = self._tracer.request(self._parts, words, seed, traceparent, prompt)
         request.made_at, request.hint = made_at, hint
         return request if stream is None else request.run_on(stream)
 
     def trace(self, tracer: RequestTracer | None) -> None:
         """Report timed work to a tracer (`integrations.otel`) from now on; None: no tracing, no cost."""
         self._tracer = tracer
-        self._controller.trace(tracer)
+        self._parts.trace(tracer)
 
     def record(self, path: str | Path, *, salt: bytes | None = None) -> TraceRecorder:
         """Record requests from now on as a trace that `asynchicache replay` reads: when they came, how long
@@ -327,15 +326,15 @@ class HybridCache:
             ConfigError: the file cannot be written.
             ClosedError: the cache is closed.
         """
-        self._controller.executor.check_open()
+        self._parts.executor.check_open()
         recorder = TraceRecorder(
             Path(path),
-            page_keys=self._controller.planner.state.page_keys,
+            page_keys=self._parts.planner.state.page_keys,
             block_size=self.spec.page_size,
             port=self._parts.port,
             salt=salt,
         )
-        self._controller.recorder = recorder
+        self._parts.recorder = recorder
         self._stack.push_async_callback(recorder.aclose)
         return recorder
 
@@ -373,9 +372,9 @@ class HybridCache:
         Raises:
             ClosedError: the cache is closed before that.
         """
-        self._controller.executor.loop.check()
+        self._parts.executor.loop.check()
         await asyncio.sleep(0)  # a cancellation point even if there is nothing to wait for
-        await self._controller.executor.settled()
+        await self._parts.executor.settled()
 
     async def sync(self) -> bool:
         """Write to storage what only memory has, whatever the write policy, the hottest paths first.
@@ -389,17 +388,17 @@ class HybridCache:
         Raises:
             ClosedError: the cache is closed.
         """
-        await self._controller.executor.checkpoint()
-        return await self._controller.storage_writer.sync()
+        await self._parts.executor.checkpoint()
+        return await self._parts.storage_writer.sync()
 
     async def flush(self) -> None:
         """Wait for the work now in flight, then evict all device and host memory that no request holds.
 
         Storage is not changed.
         """
-        await self._controller.executor.checkpoint()
-        await self._controller.executor.settled()
-        self._controller.planner.flush()
+        await self._parts.executor.checkpoint()
+        await self._parts.executor.settled()
+        self._parts.planner.flush()
 
     async def update_weights(self, version: str) -> None:
         """Go on with other weights: forget all pages of the ones before.
@@ -421,30 +420,30 @@ class HybridCache:
         """
         if not isinstance(version, str) or not version:
             raise ConfigError(f"weight_version {version!r} must be a name that changes with the weights")
-        self._controller.executor.check_open()
+        self._parts.executor.check_open()
         with ExitStack() as changing:
             if version != self.config.weight_version or self._updating.locked():  # before anything is awaited
-                changing.enter_context(self._controller.planner.changing_weights())
-            await self._controller.executor.checkpoint()
+                changing.enter_context(self._parts.planner.changing_weights())
+            await self._parts.executor.checkpoint()
             await shielded(self._update_weights(version))
 
     async def _update_weights(self, version: str) -> None:
         async with self._updating:
-            self._controller.executor.check_open()
+            self._parts.executor.check_open()
             if version == self.config.weight_version:
                 return
-            had, controller = bool(self._parts.stored), self._controller
-            controller.planner.reset()
-            await controller.storage_writer.detach()
+            had, parts = bool(self._parts.storage), self._parts
+            parts.planner.reset()
+            await parts.storage_writer.detach()
             with suppress(TimeoutError):  # what is left can reach neither the tree nor storage
                 async with asyncio.timeout(self.config.close_seconds):
-                    await controller.executor.settled()
-            controller.executor.check_open()
-            controller.storage_writer.forget_uses()
-            controller.planner.reset()  # also what was published or read meanwhile
+                    await parts.executor.settled()
+            parts.executor.check_open()
+            parts.storage_writer.forget_uses()
+            parts.planner.reset()  # also what was published or read meanwhile
             self.config = msgspec.structs.replace(self.config, weight_version=version)
-            if self._parts.group is not None:
-                await self._parts.group.update_weights(version)
+            if self._group is not None:
+                await self._group.update_weights(version)
             if had:
                 await self._attach(self._storage_config(), self._given)
 
@@ -473,8 +472,8 @@ class HybridCache:
             UsageError: the cache has storage already, or storage is being detached.
             ClosedError: the cache is closed.
         """
-        await self._controller.executor.checkpoint()
-        self._controller.storage_writer.check_none()  # before opening a store that could be the same folder
+        await self._parts.executor.checkpoint()
+        self._parts.storage_writer.check_none()  # before opening a store that could be the same folder
         given = None if isinstance(storage, str) else storage
         config = self.config
         if not isinstance(options or {}, Mapping) or (options and given is not None):
@@ -485,16 +484,16 @@ class HybridCache:
 
     async def _attach(self, config: CacheConfig, given: StorageBackend | None) -> None:
         parts = self._parts
-        self._controller.executor.check_open()
-        with self._controller.executor.busy():  # closing the cache waits for this, for `close_seconds`
+        self._parts.executor.check_open()
+        with self._parts.executor.busy():  # closing the cache waits for this, for `close_seconds`
             try:
                 attachment = await attach_storage(self.spec, config, parts.hosts, given, parts.port)
             except StorageError:
-                self._controller.executor.check_open()
+                self._parts.executor.check_open()
                 raise
             try:
-                self._controller.executor.check_open()
-                self._controller.storage_writer.attach(attachment)
+                self._parts.executor.check_open()
+                self._parts.storage_writer.attach(attachment)
             except (ClosedError, UsageError):
                 await attachment.aclose()
                 raise
@@ -506,8 +505,8 @@ class HybridCache:
         Requests continue, and miss its pages. Waits for calls in flight, up to the `closing` limit of
         `storage_limits`. `durable` returns False.
         """
-        self._controller.executor.loop.check()
-        return await shielded(self._controller.storage_writer.detach())
+        self._parts.executor.loop.check()
+        return await shielded(self._parts.storage_writer.detach())
 
     async def clear_storage(self) -> int:
         """Remove all pages of this model, with these weights and this salt, from storage.
@@ -519,8 +518,8 @@ class HybridCache:
             StorageError: storage failed.
             ClosedError: the cache was closed, or storage detached, before storage answered.
         """
-        await self._controller.executor.checkpoint()
-        return await self._controller.storage_writer.clear()
+        await self._parts.executor.checkpoint()
+        return await self._parts.storage_writer.clear()
 
     def events(self, *, limit: int = 10_000) -> EventSubscription:
         """Subscribe to changes of pages, as an async iterator. Events cost nothing without subscribers.
@@ -532,8 +531,8 @@ class HybridCache:
             ConfigError: the limit is below 1.
             ClosedError: the cache is closed.
         """
-        self._controller.executor.check_open()
-        return self._controller.events.subscribe(limit)
+        self._parts.executor.check_open()
+        return self._parts.events.subscribe(limit)
 
     async def snapshot(self) -> list[PagesStored]:
         """The pages in each tier now, parents before children, as a start for a subscriber.
@@ -542,8 +541,8 @@ class HybridCache:
         in storage are not included. Linear in the tree; missing digests are computed in turns with other
         tasks.
         """
-        await self._controller.executor.checkpoint()
-        return await self._controller.events.snapshot()
+        await self._parts.executor.checkpoint()
+        return await self._parts.events.snapshot()
 
     def verify(self, *, idle: bool = False) -> list[str]:
         """Describe broken invariants, with nodes and slots; empty if there are none.
@@ -553,7 +552,7 @@ class HybridCache:
         Args:
             idle: the cache is not in use, so report everything held, in flight or quarantined too.
         """
-        return self._controller.verify(idle=idle)
+        return self._parts.verify(idle=idle)
 
     async def verify_ranks(self, *, idle: bool = False) -> list[str]:
         """`verify`, and whether what the other ranks of a group do agrees with it.
@@ -564,10 +563,10 @@ class HybridCache:
         Args:
             idle: as for `verify`.
         """
-        self._controller.executor.loop.check()
-        found, group = self.verify(idle=idle), self._parts.group
+        self._parts.executor.loop.check()
+        found, group = self.verify(idle=idle), self._group
         if group is not None:
-            found += await group.verify(self._controller.planner.state.free_slots(), idle=idle)
+            found += await group.verify(self._parts.planner.state.free_slots(), idle=idle)
         return found
 
     def prefixes(self, *, limit: int = 20) -> list[PrefixOutline]:
@@ -575,14 +574,14 @@ class HybridCache:
 
         Looks at the top of the tree only, so its cost is bounded.
         """
-        return outline(self._controller.planner.state.tree.roots.values(), limit)
+        return outline(self._parts.planner.state.tree.roots.values(), limit)
 
     def statistics(self) -> CacheStatistics:
-        group = None if self._parts.group is None else self._parts.group.statistics()
-        return collect_statistics(self._controller, self._parts.engine, self._parts.stored, group)
+        group = None if self._group is None else self._group.statistics()
+        return collect_statistics(self._parts, group)
 
     def __repr__(self) -> str:
-        executor, state = self._controller.executor, self._controller.planner.state
+        executor, state = self._parts.executor, self._parts.planner.state
         word = "closed" if executor.stopped else "closing" if executor.closing else "open"
         failed = "" if executor.failure is None else f", device failed: {executor.failure}"
         return (

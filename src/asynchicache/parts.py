@@ -6,7 +6,6 @@ import logging
 import random
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -14,7 +13,7 @@ import msgspec
 import torch
 
 from asynchicache.config import CacheConfig, open_backend
-from asynchicache.controller.controller import HybridCacheController
+from asynchicache.controller.controller import CacheParts
 from asynchicache.controller.executor import Executor
 from asynchicache.controller.statistics import GroupStatistics
 from asynchicache.controller.storage_pools import AttachedStorage, StoragePools
@@ -108,20 +107,6 @@ class OtherRanks(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class CacheParts:
-    """The opened parts of a cache."""
-
-    device: Device
-    memories: Mapping[str, PoolMemory]
-    hosts: Mapping[str, HostPool]
-    engine: Transfers
-    stored: StoragePools
-    port: Port
-    controller: HybridCacheController
-    group: OtherRanks | None = None
-
-
 async def open_parts(
     stack: AsyncExitStack,
     spec: ModelSpec,
@@ -159,28 +144,26 @@ async def open_parts(
     await tasks.ready()
     copies = transfers if group is None else group.copies(transfers)
     executor = Executor(planner, device, opened.reactor, copies, tasks)
-    controller = _controller(planner, executor, stored, config, port)
+    parts = CacheParts(
+        planner,
+        executor,
+        device,
+        transfers,
+        memories,
+        on_host.pools,
+        stored,
+        port,
+        prefetch=config.prefetch,
+        store_bytes=config.store_bytes,
+        count_namespaces=config.count_namespaces,
+    )
     if transfers.audit is not None:
         state.watch_host(transfers.audit.forget)
     for growth in growing_pools(spec, on_host, port, state.open_host, state.open_extents):
         tasks.spawn(growth)
     if group is not None:
         await group.start(executor.fail)
-    return CacheParts(device, memories, on_host.pools, transfers, stored, port, controller, group)
-
-
-def _controller(
-    planner: Planner, executor: Executor, stored: StoragePools, config: CacheConfig, port: Port
-) -> HybridCacheController:
-    return HybridCacheController(
-        planner,
-        executor,
-        stored,
-        prefetch=config.prefetch,
-        store_bytes=config.store_bytes,
-        count_namespaces=config.count_namespaces,
-        now=port.now,
-    )
+    return parts
 
 
 async def _allocate(

@@ -192,7 +192,7 @@ async def test_iteration_waits_and_ends_with_the_cache():
 
 async def test_nothing_is_computed_while_nobody_listens():
     async with HybridCache.open(SPEC, config()) as cache:
-        tree = cache._controller.planner.state.tree
+        tree = cache._parts.planner.state.tree
         engine = Engine(cache)
         await engine.serve(PROMPT)
         assert tree.watcher is None
@@ -244,7 +244,7 @@ async def test_names_of_namespaces_that_are_gone_are_forgotten():
         await engine.serve(PROMPT, namespace="kept")
         for number in range(3000):
             cache.request([1], salt=str(number))
-        names = cache._controller.namespaces
+        names = cache._parts.namespaces
         assert names.named(namespace_seed("kept")).name == "kept"
         assert len(names._names) < 2100
 

@@ -126,7 +126,7 @@ class Scene:
         await self.settle()
         occupancy = self.cache.statistics().occupancy
         assert all(tier.held == 0 for tiers in occupancy.values() for tier in tiers), occupancy
-        assert all(free.quarantined == 0 for free in self.cache._controller.planner.state.free)
+        assert all(free.quarantined == 0 for free in self.cache._parts.planner.state.free)
 
 
 class Vouching:
@@ -387,7 +387,7 @@ async def one_hanging_pool(world: SeededWorld, pool: str) -> None:
         others = {key.pool for key in s.store}
         assert others == set(POOLS) - {pool}
         await served_after(s)
-        assert s.cache._controller.storage_writer.storing_bytes == 0
+        assert s.cache._parts.storage_writer.storing_bytes == 0
 
 
 @each_order

@@ -65,7 +65,7 @@ async def test_measured_costs_decide(seconds: float, hit: int):
             for tokens in range(1, 20):
                 request.computed(tokens, tokens * seconds)
         for _ in range(10):  # reads as slow as they are; the first ones are not decided by costs
-            cache._controller.costs.read(1000, 0, 0.01)
+            cache._parts.costs.read(1000, 0, 0.01)
         found, reason = await ask(cache)
         assert found == hit
         assert (reason is MissReason.CHEAPER_TO_COMPUTE) == (hit == 0)
@@ -77,7 +77,7 @@ async def test_reads_are_measured():
     store = await store_prompt()
     async with HybridCache.open(SPEC, config(load_or_compute=True), storage=MemoryBackend(store)) as cache:
         assert (await ask(cache))[0] == 36
-        costs = cache._controller.costs
+        costs = cache._parts.costs
         assert costs.load_seconds(1) > 0
         assert costs.reading_bytes == 0
-        assert not cache._controller.costs.measured
+        assert not cache._parts.costs.measured

@@ -119,7 +119,7 @@ def test_a_drain_waits_for_what_was_published_before_it(seed: int) -> None:
                 Engine(cache).write(request, 0, 40)
                 await request.checkpoint(40)
                 await cache.drain()
-                assert cache._controller.planner.backups.is_stored(request._state.lease.node)
+                assert cache._parts.planner.backups.is_stored(request._state.lease.node)
 
     run_seeded(seed, main)
 

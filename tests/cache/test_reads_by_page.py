@@ -166,7 +166,7 @@ def test_reads_for_later_requests_that_find_no_room_keep_none(monkeypatch: pytes
         sizes = roomy(SPEC) | {"host_slots": {"kv": 400, "mamba": 1}}
         options = config(**sizes, prefetch=patience("best_effort"))
         async with world.open_cache(SPEC, options, storage=slow(store)) as cache:
-            state = cache._controller.planner.state
+            state = cache._parts.planner.state
             make_room = state.make_room
             with monkeypatch.context() as patch:
                 states = place_of(1, Tier.HOST)
@@ -175,7 +175,7 @@ def test_reads_for_later_requests_that_find_no_room_keep_none(monkeypatch: pytes
                 await cache.drain()
                 await world.sleep(1e-3)
                 assert reads(cache) == 6 * 12
-                assert cache._controller.planner.prefetches.in_flight == []
+                assert cache._parts.planner.prefetches.in_flight == []
             assert cache.verify(idle=True) == []
 
     run_seeded(0, main)

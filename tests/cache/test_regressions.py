@@ -216,7 +216,7 @@ async def test_storage_that_hangs_for_ever_holds_up_nobody():
 
 
 def _nodes(cache: HybridCache) -> list[Node]:
-    return list(cache._controller.planner.state.tree.nodes())
+    return list(cache._parts.planner.state.tree.nodes())
 
 
 async def test_closing_wakes_who_waits_for_room():
@@ -273,7 +273,7 @@ async def test_memory_that_a_copy_may_still_write_to_outlives_its_cache(
             await request.load()
             request.extend(len(PROMPT))
             if in_driver:
-                monkeypatch.setattr(opened._parts.engine, "_run_tick", lambda tick: gate.wait())
+                monkeypatch.setattr(opened._parts.transfers, "_run_tick", lambda tick: gate.wait())
             else:
                 compute.launch(gate.wait)
             request.checkpoint(len(PROMPT), after=compute)

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from asynchicache.controller.controller import HybridCacheController
+from asynchicache.controller.controller import CacheParts
 from asynchicache.errors import ClosedError, InternalError
 from asynchicache.planner.state import CacheState
 from asynchicache.testing.checks import assert_clean
@@ -30,8 +30,8 @@ class Opened:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self.controller: HybridCacheController = stage.cache._controller
-        self.state: CacheState = self.controller.planner.state
+        self.parts: CacheParts = stage.cache._parts
+        self.state: CacheState = self.parts.planner.state
 
     def node(self, place: SlotPlace = FULL_DEVICE) -> Node:
         """A leaf that has slots at a place."""
@@ -96,7 +96,7 @@ def digests_of_other_tokens(opened: Opened) -> None:
 
 
 def a_slot_given_back_under_a_copy(opened: Opened) -> None:
-    (operation, *_) = opened.controller.executor._engine.in_flight()
+    (operation, *_) = opened.parts.executor._engine.in_flight()
     pool, _, destinations = operation.transfers[0]
     assert pool == "kv"
     opened.state.free[FULL_DEVICE].release([int(destinations[0])])
@@ -105,7 +105,7 @@ def a_slot_given_back_under_a_copy(opened: Opened) -> None:
 def two_copies_into_one_slot(opened: Opened) -> None:
     for _ in range(2):
         operation = CacheOperation(Direction.BACKUP, (PoolTransfer("kv", [0], [30]),))
-        opened.controller.executor._engine.submit(operation, done=lambda _: None)
+        opened.parts.executor._engine.submit(operation, done=lambda _: None)
 
 
 def an_arrival_that_nobody_brings(opened: Opened) -> None:
@@ -114,17 +114,17 @@ def an_arrival_that_nobody_brings(opened: Opened) -> None:
 
 
 def a_write_of_what_has_not_come(opened: Opened) -> None:
-    node = next(node for node, number in opened.controller.planner.backups.writes_in_flight() if number == 0)
+    node = next(node for node, number in opened.parts.planner.backups.writes_in_flight() if number == 0)
     node.residency[FULL_HOST] = SAVING
 
 
 def copies_that_are_not_counted(opened: Opened) -> None:
-    opened.controller.executor._activity._counts.clear()
+    opened.parts.executor._activity._counts.clear()
 
 
 def a_task_that_outlives_the_cache(opened: Opened) -> None:
-    opened.controller.executor._tasks.spawn(asyncio.sleep(60.0)).set_name("forgotten")
-    opened.controller.executor.stopped = True
+    opened.parts.executor._tasks.spawn(asyncio.sleep(60.0)).set_name("forgotten")
+    opened.parts.executor.stopped = True
 
 
 class Seen(Exception):
@@ -135,7 +135,7 @@ async def damaged(plant: Plant, words: str, world: SeededWorld) -> None:
     async with staged(WINDOWED, world) as stage:
         async with stage.cache.request(NEW) as writer:
             await stage.compute(writer, NEW)
-            while not stage.cache._controller.planner.backups.writes_in_flight():  # noqa: ASYNC110 - nobody tells
+            while not stage.cache._parts.planner.backups.writes_in_flight():  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(1e-4)
             async with stage.cache.request([*HOSTED, 1]) as loader:
                 loader.load()

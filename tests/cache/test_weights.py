@@ -252,7 +252,7 @@ class Witness(MemoryStore):
         self.wrong: list[str] = []
 
     def name(self, cache: HybridCache, version: str) -> None:
-        for pool in cache._parts.stored._pools.values():
+        for pool in cache._parts.storage._pools.values():
             self.versions[pool.binding.fingerprint] = version
 
     def write(self, key: ObjectKey, header: bytes, page: bytes) -> bool:

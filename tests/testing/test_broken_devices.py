@@ -193,7 +193,7 @@ def test_who_waits_for_room_when_the_device_fails_is_served_without_the_cache() 
                 assert request.hit.tokens == 20
                 node = request._state.lease.node
                 break_device(device)
-                while device.error is None or cache._controller.executor.in_flight():
+                while device.error is None or cache._parts.executor.in_flight():
                     await world.sleep(1e-3)
                 await request.admit()
                 await request.load()

@@ -1,4 +1,4 @@
-"""HybridCacheController: the running parts of one cache.
+"""CacheParts: what one open cache consists of.
 
 The planner decides and the executor carries out. Storage reads and writes, admission and events are separate
 parts. A failure costs a hit, never a request.
@@ -6,7 +6,7 @@ parts. A failure costs a hit, never a request.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from asynchicache.controller.admission import Admission
 from asynchicache.controller.event_hub import EventHub
@@ -23,17 +23,27 @@ from asynchicache.planner.costs import LoadCosts
 from asynchicache.planner.options import PrefetchOptions
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
+from asynchicache.pools.host import HostPool
+from asynchicache.ports import Port
+from asynchicache.streams.base import Device
 from asynchicache.tracing import Tracer
+from asynchicache.transfer.copies import PoolMemory
+from asynchicache.transfer.transfers import Transfers
 
 
-class HybridCacheController:
-    """Runs one cache.
+class CacheParts:
+    """What one open cache consists of.
 
     Attributes:
         planner: makes all decisions.
         executor: carries out copies and storage calls.
-        admission: gives device slots to requests.
+        device: has the memory of the device tier.
+        transfers: copies between device and host, on this rank.
+        memories: by pool, of both tiers; empty if the copies run in another process.
+        hosts: by pool, the host memory.
         storage: the attached storage; empty without storage.
+        port: clock and threads.
+        admission: gives device slots to requests.
         prefetcher, storage_writer: read from storage, and write to it.
         namespaces: namespaces by seed.
         events: sends cache events to subscribers.
@@ -44,38 +54,44 @@ class HybridCacheController:
         self,
         planner: Planner,
         executor: Executor,
-        stored: StoragePools,
+        device: Device,
+        transfers: Transfers,
+        memories: Mapping[str, PoolMemory],
+        hosts: Mapping[str, HostPool],
+        storage: StoragePools,
+        port: Port,
         *,
         prefetch: PrefetchOptions,
         store_bytes: int,
-        count_namespaces: int = 0,
-        now: Callable[[], float] = lambda: 0.0,
+        count_namespaces: int,
     ) -> None:
         """
         Args:
-            planner: makes all decisions.
-            executor: carries them out.
-            stored: the storage, which may be attached later.
+            planner, executor, device, transfers, memories, hosts, storage, port: see the attributes.
             prefetch: how long requests wait for storage.
             store_bytes: bytes of storage writes in flight, beyond which writes are shed.
             count_namespaces: the most namespaces with counters of their own.
-            now: the clock, in seconds.
         """
         self.planner = planner
         self.executor = executor
         self.admission = Admission(planner, executor)
-        self.storage = stored
+        self.device = device
+        self.transfers = transfers
+        self.memories = memories
+        self.hosts = hosts
+        self.storage = storage
+        self.port = port
         self.namespaces = Namespaces(planner.state.tree.roots)
         self.events = EventHub(planner, self.namespaces)
         self.hits = HitCounters()
-        presence = PresenceQueries(stored, executor)
-        self.storage_writer = StorageWriter(planner, executor, stored, presence, limit_bytes=store_bytes)
+        presence = PresenceQueries(storage, executor)
+        self.storage_writer = StorageWriter(planner, executor, storage, presence, limit_bytes=store_bytes)
         self.costs = LoadCosts(prefetch.min_fetch_tokens)
         self.reports_costs = prefetch.load_or_compute
         self.prefetcher = Prefetcher(
             planner,
             executor,
-            stored,
+            storage,
             presence,
             self.storage_writer,
             prefetch,
@@ -83,12 +99,11 @@ class HybridCacheController:
             self.admission.is_waited_for,
         )
         self._count_namespaces = count_namespaces
-        self._now = now
         self.recorder: TraceRecorder | None = None
 
     def tell_time(self) -> None:
         """Tell the planner the time, which is a value to it, before it decides."""
-        self.planner.set_time(self._now())
+        self.planner.set_time(self.port.now())
 
     def trace(self, tracer: Tracer | None) -> None:
         """Report the begin and end of copies, writes and evictions to `tracer`; None: stop."""

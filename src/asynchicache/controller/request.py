@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from asynchicache.controller.controller import HybridCacheController
+from asynchicache.controller.controller import CacheParts
 from asynchicache.controller.recorder import RecordedRequest
 from asynchicache.errors import RequestStateError, UnknownPoolError, UsageError
 from asynchicache.planner.actions import Copy
@@ -62,24 +62,22 @@ class Request:
         record_of: the request that this one goes on with, so that a trace has both as one.
     """
 
-    def __init__(
-        self, controller: HybridCacheController, tokens: array[int], seed: bytes, prompt: int | None = None
-    ) -> None:
+    def __init__(self, parts: CacheParts, tokens: array[int], seed: bytes, prompt: int | None = None) -> None:
         """
         Args:
-            controller: of the cache.
+            parts: of the cache.
             tokens: of the prompt; or the words of its page keys, and one more if it goes on behind them.
             seed: the digest of its namespace.
             prompt: tokens of the prompt, with page keys. Default: the length of `tokens`.
         """
-        self._controller = controller
-        self._planner = controller.planner
-        self._executor = controller.executor
+        self._parts = parts
+        self._planner = parts.planner
+        self._executor = parts.executor
         self._seed = seed
-        self._namespace = controller.namespaces.named(seed)
+        self._namespace = parts.namespaces.named(seed)
         self._tokens = tokens
         self._prompt = len(tokens) if prompt is None else prompt
-        self._page_keys = controller.planner.state.page_keys
+        self._page_keys = parts.planner.state.page_keys
         self._stream: Stream | None = None
         self._state: RequestState | None = None
         self._closed = False
@@ -97,20 +95,20 @@ class Request:
         if self._state is not None or self._closed:
             raise RequestStateError("a request is used once; ask the cache for another")
         self._executor.check_open()
-        self._controller.tell_time()
+        self._parts.tell_time()
         self._state = state = self._planner.open(self._tokens, self._seed, self._prompt, self.hint)
         state.made_at = self.made_at
         if self.record_of is not None:
             self.record = self.record_of.record
-        elif self._controller.recorder is not None:
-            self.record = self._controller.recorder.opened(state)
+        elif self._parts.recorder is not None:
+            self.record = self._parts.recorder.opened(state)
         if self._stream is not None:
             state.runs_on(self._stream)
-        self._controller.namespaces.remember(self._seed, self._namespace)
+        self._parts.namespaces.remember(self._seed, self._namespace)
         self._executor.run(self._planner.count_hit(state))
         due = self._planner.due_in_storage(state)
         if due is not None:
-            self._controller.storage_writer.store(due)
+            self._parts.storage_writer.store(due)
         return self
 
     async def __aexit__(
@@ -163,7 +161,7 @@ class Request:
         if after is not None:
             state.runs_on(after)
         state.closed = True
-        self._controller.prefetcher.leave(state)
+        self._parts.prefetcher.leave(state)
         self._left = state
         if not self.keeps_record:
             self.end_record()
@@ -175,7 +173,7 @@ class Request:
 
     def end_record(self) -> None:
         """Have a trace end the request here, if it has not ended yet; once it was left."""
-        recorder, record, left = self._controller.recorder, self.record, self._left
+        recorder, record, left = self._parts.recorder, self.record, self._left
         if recorder is not None and record is not None and left is not None:
             recorder.ended(record, left)
 
@@ -194,7 +192,7 @@ class Request:
     def _in_use(self) -> RequestState:
         state = self._open()
         self._executor.check_open()
-        self._controller.tell_time()
+        self._parts.tell_time()
         return state
 
     def _unfinished(self) -> RequestState:
@@ -215,7 +213,7 @@ class Request:
         self._check_own_device(verb)
         state, count = self._unfinished(), as_count(verb, tokens)
         self._executor.check_open()
-        self._controller.tell_time()
+        self._parts.tell_time()
         if count < 0:
             raise RequestStateError(f"{verb}({count}): a number of tokens, 0 at least")
         return state, count
@@ -349,7 +347,7 @@ class Request:
         """
         state = self._unloaded("prefetch")
         await self._executor.checkpoint()
-        await self._controller.prefetcher.prefetch(state)
+        await self._parts.prefetcher.prefetch(state)
         return self.hit
 
     def rest(self) -> None:
@@ -363,7 +361,7 @@ class Request:
         """
         state = self._unloaded("rest")
         self._planner.rest(state)
-        self._controller.prefetcher.rest(state)
+        self._parts.prefetcher.rest(state)
         self._executor.notify()
 
     def rematch(self) -> Hit:
@@ -372,7 +370,7 @@ class Request:
         Raises:
             RequestStateError: after `load`.
         """
-        self._controller.prefetcher.rematch(self._unloaded("rematch"))
+        self._parts.prefetcher.rematch(self._unloaded("rematch"))
         return self.hit
 
     def _unloaded(self, verb: str) -> RequestState:
@@ -395,7 +393,7 @@ class Request:
         self._check_own_device("admit")
         state = self._unloaded("admit")
         await self._executor.checkpoint()
-        await self._controller.admission.admit(state)
+        await self._parts.admission.admit(state)
         return self.hit
 
     def load(
@@ -427,12 +425,12 @@ class Request:
         self._check_named("load", "into", into, after)
         end = state.lease.node
         copies = self._planned_load(state, into)
-        self._controller.prefetcher.leave(state)
+        self._parts.prefetcher.leave(state)
         if into is None:
             end = state.lease.node if state.whole_tail is None else state.whole_tail
-        self._controller.storage_writer.use(end)
+        self._parts.storage_writer.use(end)
         if counted and not state.resumed:
-            self._controller.count_served(state)
+            self._parts.count_served(state)
         ticket = self._executor.run(copies, self._on_wait(state), after=after)
         assert ticket is not None, "a load has a copy, if an empty one"
         self._copying = ticket
@@ -472,7 +470,7 @@ class Request:
         Raises:
             CapacityError: not enough can be evicted; `reserve` waits instead.
         """
-        return self._controller.admission.extend(*self._growing("extend", tokens))
+        return self._parts.admission.extend(*self._growing("extend", tokens))
 
     async def reserve(self, tokens: int) -> dict[str, list[int]]:
         """As `extend`, but waits while other requests hold the pages.
@@ -485,7 +483,7 @@ class Request:
         """
         state, count = self._growing("reserve", tokens)
         await self._executor.checkpoint()
-        return await self._controller.admission.reserve(state, count)
+        return await self._parts.admission.reserve(state, count)
 
     def computed(self, tokens: int, seconds: float, *, context: int | None = None) -> None:
         """Report how long a prefill took, so that storage is read only where that is faster; see
@@ -500,12 +498,12 @@ class Request:
             ConfigError: a number is negative, or nothing was computed.
         """
         before = self.hit.tokens if context is None else context
-        self._controller.costs.computed(tokens, before, seconds)
+        self._parts.costs.computed(tokens, before, seconds)
 
     @property
     def reports_costs(self) -> bool:
         """Whether the cache uses what `computed` reports."""
-        return self._controller.reports_costs
+        return self._parts.reports_costs
 
     def append(self, tokens: Iterable[int]) -> None:
         """Add generated token ids to the sequence.
@@ -830,7 +828,7 @@ class Request:
         """
         state = self._in_use()
         await self._executor.checkpoint()
-        return await self._controller.storage_writer.durable(state)
+        return await self._parts.storage_writer.durable(state)
 
     def _checked(self, verb: str, length: int) -> tuple[RequestState, int]:
         state, length = self._unfinished(), as_count(verb, length)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from asynchicache.controller.controller import HybridCacheController
+from asynchicache.controller.controller import CacheParts
 from asynchicache.controller.hit_counters import HitCounters
-from asynchicache.controller.storage_pools import StoragePools
 from asynchicache.controller.storage_writer import WriteCounters
 from asynchicache.histograms import Distribution
 from asynchicache.planner.state import CacheState, PlannerCounters
@@ -15,7 +14,6 @@ from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.pools.extents import ExtentAllocator
 from asynchicache.storage.statistics import PoolStatistics
 from asynchicache.transfer.statistics import TransferStatistics
-from asynchicache.transfer.transfers import Transfers
 from asynchicache.tree.node import place_of
 from asynchicache.types import Tier
 
@@ -105,27 +103,23 @@ class CacheStatistics:
 
 
 def collect_statistics(
-    controller: HybridCacheController,
-    engine: Transfers,
-    stored: StoragePools,
+    parts: CacheParts,
     group: GroupStatistics | None = None,
 ) -> CacheStatistics:
     """Copy all counters as they are now."""
-    state = controller.planner.state
+    state = parts.planner.state
     return CacheStatistics(
-        served=controller.hits.copy(),
+        served=parts.hits.copy(),
         occupancy=_occupancy(state),
         evicted=_evicted(state),
         planner=state.counters.copy(),
-        traffic=replace(
-            controller.storage_writer.traffic.copy(), copies_failed=controller.executor.copies_failed
-        ),
-        transfers=engine.statistics(),
-        storage=stored.statistics(),
-        storing_bytes=controller.storage_writer.storing_bytes,
-        pages_read=controller.prefetcher.pages_read,
-        prefetch_waits=controller.prefetcher.waits.snapshot(),
-        room_waits=controller.admission.waits.snapshot(),
+        traffic=replace(parts.storage_writer.traffic.copy(), copies_failed=parts.executor.copies_failed),
+        transfers=parts.transfers.statistics(),
+        storage=parts.storage.statistics(),
+        storing_bytes=parts.storage_writer.storing_bytes,
+        pages_read=parts.prefetcher.pages_read,
+        prefetch_waits=parts.prefetcher.waits.snapshot(),
+        room_waits=parts.admission.waits.snapshot(),
         tokens_per_end=state.tokens_per_end(),
         group=group,
         host_bytes=state.host_bytes(),

@@ -21,7 +21,7 @@ from opentelemetry.trace import Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from asynchicache.cache import HybridCache
-from asynchicache.controller.controller import HybridCacheController
+from asynchicache.controller.controller import CacheParts
 from asynchicache.controller.request import Hit, Request
 from asynchicache.planner.engine import NamedPages
 from asynchicache.streams.base import Stream
@@ -52,7 +52,7 @@ class CacheTracer:
 
     def request(
         self,
-        controller: HybridCacheController,
+        parts: CacheParts,
         tokens: array[int],
         seed: bytes,
         traceparent: str | None,
@@ -65,7 +65,7 @@ class CacheTracer:
         current = context_api.get_current()
         carrier = {} if traceparent is None else {"traceparent": traceparent}
         parent = _propagator.extract(carrier, context=current)
-        return TracedRequest(controller, tokens, seed, self, parent, prompt)
+        return TracedRequest(parts, tokens, seed, self, parent, prompt)
 
     @contextmanager
     def span(self, name: str, **attributes: str | int) -> Iterator[trace.Span]:
@@ -110,14 +110,14 @@ class TracedRequest(Request):
 
     def __init__(
         self,
-        controller: HybridCacheController,
+        parts: CacheParts,
         tokens: array[int],
         seed: bytes,
         tracer: CacheTracer,
         parent: Context,
         prompt: int | None = None,
     ) -> None:
-        super().__init__(controller, tokens, seed, prompt)
+        super().__init__(parts, tokens, seed, prompt)
         self._tracer = tracer
         self._parent = parent
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from asynchicache.cache import HybridCache, Request
-from asynchicache.controller.controller import HybridCacheController
+from asynchicache.controller.controller import CacheParts
 from asynchicache.errors import RequestStateError
 from asynchicache.planner.engine import NamedPages
 from asynchicache.specs import PoolSpec
@@ -77,13 +77,13 @@ class Watch:
 
     def request(
         self,
-        controller: HybridCacheController,
+        parts: CacheParts,
         tokens: array[int],
         seed: bytes,
         traceparent: str | None,
         prompt: int | None = None,
     ) -> Request:
-        return WatchedRequest(controller, tokens, seed, self, prompt)
+        return WatchedRequest(parts, tokens, seed, self, prompt)
 
     def copying(self, kind: str, slots: Mapping[str, int], hit_pages: int, tier: str) -> _NoSpan:
         return _NoSpan()
@@ -127,13 +127,13 @@ class WatchedRequest(Request):
 
     def __init__(
         self,
-        controller: HybridCacheController,
+        parts: CacheParts,
         tokens: array[int],
         seed: bytes,
         watch: Watch,
         prompt: int | None = None,
     ) -> None:
-        super().__init__(controller, tokens, seed, prompt)
+        super().__init__(parts, tokens, seed, prompt)
         self._watch = watch
         self._suspending = False
         self._snapshot = 0  # where the last one was taken, and looked at

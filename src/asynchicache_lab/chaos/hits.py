@@ -139,9 +139,9 @@ class HitOracle:
             excused: returns whether requests may get nothing, because the device failed or the cache closes.
             recency: the store's recency oracle, if the store is bounded.
         """
-        controller = cache._controller  # noqa: SLF001 - the kit looks inside
-        self._controller = controller
-        self._state: CacheState = controller.planner.state
+        parts = cache._parts  # noqa: SLF001 - the kit looks inside
+        self._parts = parts
+        self._state: CacheState = parts.planner.state
         self._tree = self._state.tree
         self._storage = storage
         self._options = options
@@ -182,9 +182,9 @@ class HitOracle:
             stack.enter_context(patch.object(tree, "trim", partial(self._trim, tree.trim)))
             hints = state.hints
             stack.enter_context(patch.object(hints, "allow", partial(self._favoured, hints.allow)))
-            backups = self._controller.planner.backups
+            backups = self._parts.planner.backups
             stack.enter_context(patch.object(backups, "backup", partial(self._backup, backups.backup)))
-            reads = self._controller.planner.prefetches
+            reads = self._parts.planner.prefetches
             stack.enter_context(patch.object(reads, "next_read", partial(self._next_read, reads.next_read)))
             stack.enter_context(self._storage.store.watched(self._forgotten))
             self._storage.calls.listeners.append(self.costs)
@@ -265,7 +265,7 @@ class HitOracle:
     def _begin(self, case: HitCase) -> set[bytes]:
         """A request begins to wait; returns the digests of all pages and tails that it may read."""
         case.began = self._clock()
-        case.admitted = self._storage.admits(self._controller)
+        case.admitted = self._storage.admits(self._parts)
         digests = page_digests(case.tokens[: case.limit * self._size], self._size, case.seed)
         case.digests = {digest: page for page, digest in enumerate(digests)}
         case.memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
@@ -365,7 +365,7 @@ class HitOracle:
     def _answered(self, request: Request, case: HitCase, *, patient: bool) -> None:
         # Until one trial call has succeeded, however long after the fault, a breaker refuses all others. The
         # trial may be another request's, and have closed the breaker since.
-        calm = case.admitted and self._storage.calm_since(case.began, self._controller)
+        calm = case.admitted and self._storage.calm_since(case.began, self._parts)
         waited = self._clock() - case.began
         told = patient and calm and not self._storage.has_lied
         patient &= self._options.policy is not PrefetchPolicy.BEST_EFFORT and self._asks
@@ -445,7 +445,7 @@ class HitOracle:
             now = _either(now, self._in_storage(list(case.digests))[FULL])
         case.reached = min(case.reached, _run(now))  # memory may have lost it while it waited for room
         yield
-        if self._excused() or self._is_over(case) or self._controller.executor.failure is not None:
+        if self._excused() or self._is_over(case) or self._parts.executor.failure is not None:
             return
         if self._refusals > refusals:
             case.allowed.add(MissReason.DEVICE_CAPACITY)
@@ -453,7 +453,7 @@ class HitOracle:
             self._violated(
                 f"hit: {request.hit.tokens} of {matched} tokens that matched, though there was room"
             )
-        if not self._storage.calm_since(case.began, self._controller):  # what it read on while it rested
+        if not self._storage.calm_since(case.began, self._parts):  # what it read on while it rested
             case.allowed |= _FAILURES
         self._check_reason(request, case)
         self._check_least(request, case)
@@ -552,7 +552,7 @@ class HitOracle:
         self, next_read: Callable[..., StorageRead | None], most: Mapping[int, int] | None = None
     ) -> StorageRead | None:
         read = next_read(most)
-        self._refused += any(reading.lacks_room for reading in self._controller.planner.prefetches.in_flight)
+        self._refused += any(reading.lacks_room for reading in self._parts.planner.prefetches.in_flight)
         return read
 
     def _favoured(
@@ -574,7 +574,7 @@ class HitOracle:
         self, backup: Callable[..., list[Copy]], node: Node, *, period: int | None = None
     ) -> list[Copy]:
         found = backup(node, period=period)
-        if self._controller.planner.backups.urgent and not found:
+        if self._parts.planner.backups.urgent and not found:
             self._refused += 1  # host slots are kept for a path that another client waits for
         return found
 

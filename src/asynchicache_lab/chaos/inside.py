@@ -30,11 +30,11 @@ class CacheInternals:
     """
 
     def __init__(self, cache: HybridCache) -> None:
-        controller, parts = cache._controller, cache._parts  # noqa: SLF001 - the kit looks inside
-        self.state: CacheState = controller.planner.state
-        self._controller = controller
-        self._engine = parts.engine
-        self.costs = controller.costs
+        parts = cache._parts  # noqa: SLF001 - the kit looks inside
+        self.state: CacheState = parts.planner.state
+        self._parts = parts
+        self._engine = parts.transfers
+        self.costs = parts.costs
         self._poisons = True
         self._owners = {
             pool: component_id
@@ -54,7 +54,7 @@ class CacheInternals:
     @property
     def failed(self) -> bool:
         """Whether the cache knows that copied data cannot be trusted."""
-        return self._controller.executor.failure is not None
+        return self._parts.executor.failure is not None
 
     def copy_in_groups(self, group_bytes: int) -> None:
         """Load layers in groups of at least `group_bytes`: the library's default would load such a small
@@ -70,7 +70,7 @@ class CacheInternals:
     @contextmanager
     def watching_failed_copies(self) -> Iterator[None]:
         """During the body, report allocations of slots that a failed copy may still write."""
-        planner = self._controller.planner
+        planner = self._parts.planner
         settle = planner.copy_finished
 
         def copied(copy: Copy, error: BaseException | None) -> Node | None:
@@ -127,7 +127,7 @@ def is_waiting(request: Request) -> bool:
 
 def marked_stored(cache: HybridCache) -> Iterator[tuple[str, Sequence[bytes]]]:
     """The digests that are marked stored, by node and pool."""
-    state = cache._controller.planner.state  # noqa: SLF001 - looks inside
+    state = cache._parts.planner.state  # noqa: SLF001 - looks inside
     for node in state.tree.nodes():
         digests = state.tree.digests(node)
         for component in range(len(state.names)):

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from asynchicache.backends.memory import MemoryBackend, MemoryEngine
 from asynchicache.cache import HybridCache
-from asynchicache.controller.controller import HybridCacheController
+from asynchicache.controller.controller import CacheParts
 from asynchicache.hashing import ObjectKey, page_digests
 from asynchicache.storage.breaker import BreakerState
 from asynchicache.storage.limits import PoolLimits
@@ -152,7 +152,7 @@ class ChaosStorage:
         """Whether an `exists` was answered wrongly, ever."""
         return self._faulty.injected["lie"] > 0
 
-    def calm_since(self, moment: float, controller: HybridCacheController) -> bool:
+    def calm_since(self, moment: float, controller: CacheParts) -> bool:
         """Whether storage had no fault since `moment` and earlier faults are over: since then the cache made
         all calls, and each was answered in time and correctly."""
         self.look()
@@ -165,7 +165,7 @@ class ChaosStorage:
         return self._troubled < settled and self.admits(controller)
 
     @staticmethod
-    def admits(controller: HybridCacheController) -> bool:
+    def admits(controller: CacheParts) -> bool:
         """Whether the breakers let every call through now."""
         pools = controller.storage.statistics().values()
         return all(pool.breaker is BreakerState.CLOSED for pool in pools)

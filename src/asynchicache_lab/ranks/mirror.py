@@ -286,7 +286,7 @@ class PagedRankMirror(RankMirror):
 
     def _resumable(self, tokens: Sequence[int]) -> bool:
         """Whether memory has all that a later prompt needs to go on at the end of these tokens."""
-        tree = self.cache._controller.planner.state.tree  # noqa: SLF001 - the harness looks inside
+        tree = self.cache._parts.planner.state.tree  # noqa: SLF001 - the harness looks inside
         pages = len(tokens) // self.cache.spec.page_size
         node = tree.known_end(token_array(tokens), namespace_seed(None), pages)
         return node.end == pages and tree.restorable(node)
