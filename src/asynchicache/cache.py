@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from asynchicache.config import CacheConfig
-from asynchicache.controller.controller import CacheParts
+from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.controller.event_hub import EventSubscription
 from asynchicache.controller.recorder import TraceRecorder
 from asynchicache.controller.request import Hit, Request

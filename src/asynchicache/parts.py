@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from asynchicache.config import CacheConfig, open_backend
-from asynchicache.controller.controller import CacheParts
+from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.controller.executor import Executor
 from asynchicache.controller.statistics import GroupStatistics
 from asynchicache.controller.storage_pools import AttachedStorage, StoragePools

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from asynchicache.controller.controller import CacheParts
+from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.errors import ClosedError, InternalError
 from asynchicache.planner.state import CacheState
 from asynchicache.testing.checks import assert_clean

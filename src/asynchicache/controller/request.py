@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from asynchicache.controller.controller import CacheParts
+from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.controller.recorder import RecordedRequest
 from asynchicache.errors import RequestStateError, UnknownPoolError, UsageError
 from asynchicache.planner.actions import Copy

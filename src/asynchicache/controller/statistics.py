@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from asynchicache.controller.controller import CacheParts
+from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.controller.hit_counters import HitCounters
 from asynchicache.controller.storage_writer import WriteCounters
 from asynchicache.histograms import Distribution

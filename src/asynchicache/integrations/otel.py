@@ -21,7 +21,7 @@ from opentelemetry.trace import Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from asynchicache.cache import HybridCache
-from asynchicache.controller.controller import CacheParts
+from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.controller.request import Hit, Request
 from asynchicache.planner.engine import NamedPages
 from asynchicache.streams.base import Stream

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from asynchicache.cache import HybridCache, Request
-from asynchicache.controller.controller import CacheParts
+from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.errors import RequestStateError
 from asynchicache.planner.engine import NamedPages
 from asynchicache.specs import PoolSpec

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from asynchicache.backends.memory import MemoryBackend, MemoryEngine
 from asynchicache.cache import HybridCache
-from asynchicache.controller.controller import CacheParts
+from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.hashing import ObjectKey, page_digests
 from asynchicache.storage.breaker import BreakerState
 from asynchicache.storage.limits import PoolLimits
