@@ -13,9 +13,8 @@ from asynchicache.backends.engine_registry import EngineRegistry
 from asynchicache.backends.file.budget import FIXED_BYTES, Budget, Disk
 from asynchicache.backends.file.dependencies import PoolDependencies
 from asynchicache.backends.file.engine import FileEngine, WriteLimits
-from asynchicache.backends.file.folder import StoreFolder
-from asynchicache.backends.file.manifest import Manifest, settle
-from asynchicache.backends.file.shape import SegmentShape
+from asynchicache.backends.file.folder import Manifest, StoreFolder, settle
+from asynchicache.backends.file.segments import SegmentShape
 from asynchicache.backends.file.store import PoolStore
 from asynchicache.backends.options import BackendOptions
 from asynchicache.errors import ClosedError, StorageError

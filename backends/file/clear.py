@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from asynchicache.backends.file.folder import MANIFEST, StoreFolder, pages_files, sync_folder
-from asynchicache.backends.file.manifest import read
+from asynchicache.backends.file.folder import MANIFEST, StoreFolder, pages_files, read, sync_folder
 from asynchicache.errors import StorageError
 
 

@@ -1,4 +1,4 @@
-"""The folder of a file store: its layout, format version and lock.
+"""The folder of a file store: its layout, format version, lock, and pools.
 
     FORMAT                                 magic and version
     LOCK                                   flock: one writer, or any number of readers
@@ -10,13 +10,228 @@ empty pool folders, which remain when a user deletes only the files.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
+import threading
+from contextlib import suppress
 from pathlib import Path
+from weakref import WeakSet
 
-from asynchicache.backends.file.lock import FolderLock
-from asynchicache.errors import StorageError, StorageFormatError
+import aiofiles
+import msgspec
+from aiofiles.os import replace, wrap
+from xxhash import xxh3_64_hexdigest
+
+from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError, UsageError
 from asynchicache.hashing import shard_text
+from asynchicache.layouts import ALIGNMENT, round_up
+from asynchicache.storage.protocol import PoolBinding
+
+_BLOCKED = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
+
+
+class FolderLock:
+    """The lock of one folder, not taken until `take`. It belongs to the process that took it, not to forked
+    children.
+
+    A `flock` belongs to an open file description, which a forked child shares: a worker could keep the lock
+    of a killed parent. So each child closes its descriptor right after the fork; it must not unlock, because
+    that would unlock the parent. The alternatives are worse: `fcntl` locks are not inherited, but they end
+    when the process closes any descriptor of the file, and a process can take one twice; OFD locks are shared
+    as well.
+
+    Args:
+        folder: the folder, for messages.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process = os.getpid()
+        self._descriptor: int | None = None
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a child of the one that opened the folder."""
+        return os.getpid() != self._process
+
+    def check(self) -> None:
+        """Check that this process opened the folder.
+
+        Raises:
+            UsageError: this process is a child of the one that opened the folder.
+        """
+        if self.forked:
+            raise UsageError(
+                f"{self._folder} was opened by process {self._process}, and this one was forked from it: "
+                "let each process open a store of its own, after the fork"
+            )
+
+    def take(self, file: Path, *, shared: bool) -> None:
+        """Lock `file`.
+
+        Args:
+            file: the lock file. A writer creates it if it is missing; a reader then goes without a lock.
+            shared: share the lock with other readers.
+
+        Raises:
+            StorageLockedError: the file is already locked, in this or another process.
+            OSError: the file cannot be opened or locked.
+        """
+        flags = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
+        with _forking:  # a fork between `open` and `_taken.add` would leak the descriptor into the child
+            try:
+                self._descriptor = os.open(file, flags | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:
+                if shared:  # no writer has opened this folder, or it is a copy on read-only media
+                    return
+                raise
+            _taken.add(self)
+        try:
+            fcntl.flock(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _BLOCKED:
+                raise
+            raise StorageLockedError(
+                f"{self._folder} is open already, here or in another process: close that one, "
+                "or give each its own folder"
+            ) from None
+
+    def close(self) -> None:
+        """Unlock; closing twice is harmless."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        if not self.forked:  # children forked outside Python share the lock: closing is not enough
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+_taken: WeakSet[FolderLock] = WeakSet()
+_forking = threading.Lock()
+
+
+def _let_go() -> None:
+    """In a forked child: close the descriptors of the parent's locks."""
+    for lock in list(_taken):
+        with suppress(OSError):
+            lock.close()
+    _taken.clear()
+    _forking.release()
+
+
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_let_go)
+
+
+_FINGERPRINT_BYTES = 32
+_MAX_BYTES = 1 << 16
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`pool.json`: the identity and sizes of one pool, for users, for `verify`, and to reject a wrong pool.
+
+    Attributes:
+        pool, shard, fingerprint: identity of the pages; the fingerprint in hex.
+        page_bytes, slot_bytes: bytes of a page, and of its slot including padding.
+        checksum: xxh3-64 of the other fields, in hex: an error here would make every page unreadable.
+    """
+
+    pool: str
+    shard: str
+    fingerprint: str
+    page_bytes: int
+    slot_bytes: int
+    checksum: str = ""
+
+    @classmethod
+    def of(cls, binding: PoolBinding) -> Manifest:
+        sizes = binding.page_bytes, binding.slot_bytes
+        return cls(binding.pool, binding.shard, binding.fingerprint.hex(), *sizes).sealed()
+
+    def sealed(self) -> Manifest:
+        """A copy with its checksum set."""
+        content = msgspec.json.encode(msgspec.structs.replace(self, checksum=""))
+        return msgspec.structs.replace(self, checksum=xxh3_64_hexdigest(content))
+
+    @property
+    def identity(self) -> bytes:
+        """Bytes included in the checksum of every entry, so that no entry is valid in another pool."""
+        return f"{self.fingerprint} {self.pool} {self.shard}".encode()
+
+
+def parse(text: bytes, path: Path) -> Manifest:
+    """Parse and check a manifest.
+
+    Raises:
+        StorageFormatError: `text` is not a valid manifest.
+    """
+    try:
+        manifest = msgspec.json.decode(text, type=Manifest)
+        fingerprint = bytes.fromhex(manifest.fingerprint)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise _damaged(path, str(error)) from error
+    whole = manifest == manifest.sealed()
+    named = len(fingerprint) == _FINGERPRINT_BYTES and manifest.fingerprint == fingerprint.hex()
+    sized = manifest.page_bytes > 0 and manifest.slot_bytes == round_up(manifest.page_bytes, ALIGNMENT)
+    if not (whole and named and sized):
+        raise _damaged(path, "it does not fit together")
+    return manifest
+
+
+def _damaged(path: Path, why: str) -> StorageFormatError:
+    return StorageFormatError(f"{path} is damaged: {why}; `asynchicache verify --repair` removes it")
+
+
+def read(path: Path) -> Manifest:
+    """Read a manifest from a file.
+
+    Raises:
+        StorageFormatError: the file is not a valid manifest.
+        StorageError: the path is not a regular file.
+        OSError: the file cannot be read.
+    """
+    check_file(path)
+    try:
+        return parse(read_small(path, _MAX_BYTES), path)
+    except OverflowError as error:
+        raise _damaged(path, str(error)) from error
+
+
+async def settle(folder: Path, wanted: Manifest, *, read_only: bool) -> None:
+    """Compare a pool's manifest with `wanted`; write it if it is missing, unless `read_only`.
+
+    Raises:
+        StorageFormatError: the files hold pages of another pool, or of other sizes.
+        StorageError: the manifest cannot be read or written.
+    """
+    path = folder / MANIFEST
+    try:
+        found = await wrap(read)(path)
+    except FileNotFoundError:
+        if not read_only:
+            await _write(folder, wanted)
+        return
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+    if found != wanted:
+        raise StorageFormatError(f"{folder} holds {found}, not {wanted}: remove it, or give another folder")
+
+
+async def _write(folder: Path, manifest: Manifest) -> None:
+    draft = folder / MANIFEST_DRAFT
+    try:
+        async with aiofiles.open(draft, "wb") as file:
+            await file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+            await file.flush()
+            await wrap(os.fsync)(file.fileno())
+        await replace(draft, folder / MANIFEST)
+        await wrap(sync_folder)(folder)
+    except OSError as error:
+        raise StorageError(f"{draft} cannot be written: {error.strerror}") from error
+
 
 _MAGIC = "asynchicache file store"
 _VERSION = 5

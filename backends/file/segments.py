@@ -7,17 +7,348 @@ made the same calls 5 % slower, and a page could not be written before its check
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from asynchicache.backends.file.folder import sync_folder
-from asynchicache.backends.file.segment import Segment
-from asynchicache.backends.file.shape import SegmentShape
-from asynchicache.errors import StorageFormatError
+from asynchicache.backends.file.folder import check_file, sync_folder
+from asynchicache.backends.reads import leads_to, read_fully
+from asynchicache.errors import StorageError, StorageFormatError
+from asynchicache.failure_log import FailureLog
+from asynchicache.layouts import ALIGNMENT, round_up
+
+ENTRY_BYTES = 128
+"""Bytes of an entry, which says what a slot holds; no entry crosses a sector."""
+
+_SEGMENT_BYTES = 4 << 30
+_FEWEST_SLOTS, _MAX_SLOTS = 64, 4096
+_CACHE_PAGE = 1 << 16  # the largest page size of a page cache, so that no cache page holds entries and a slot
+
+
+class SegmentShape(NamedTuple):
+    """The layout of every segment of a pool: first the entries of its slots, then the slots, one page each.
+    It depends only on the slot size.
+
+    Attributes:
+        slot_bytes: bytes of a page with its padding, a multiple of 4,096.
+        slots: slots per segment: about 4 GiB of them, but 64 to 4,096.
+        entries_bytes: bytes of the entries of a segment, padded.
+    """
+
+    slot_bytes: int
+    slots: int
+    entries_bytes: int
+
+    @classmethod
+    def of(cls, slot_bytes: int) -> SegmentShape:
+        wanted = round_up(_SEGMENT_BYTES // slot_bytes, _FEWEST_SLOTS)
+        slots = min(max(wanted, _FEWEST_SLOTS), _MAX_SLOTS)
+        return cls(slot_bytes, slots, round_up(slots * ENTRY_BYTES, _CACHE_PAGE))
+
+    def file_bytes(self, slots: int) -> int:
+        """Bytes of a segment with its first `slots` slots."""
+        return self.entries_bytes + slots * self.slot_bytes
+
+    def file_slots(self, nbytes: int) -> int:
+        """Whole slots in a segment of `nbytes` bytes."""
+        return min(max(nbytes - self.entries_bytes, 0) // self.slot_bytes, self.slots)
+
+    def pool_bytes(self, slots: int) -> int:
+        """Bytes of all segments of a pool with `slots` slots."""
+        full, rest = divmod(slots, self.slots)
+        return full * self.file_bytes(self.slots) + (self.file_bytes(rest) if rest else 0)
+
+    def pool_slots(self, nbytes: int) -> int:
+        """Most slots of a pool whose segments have `nbytes` bytes in total."""
+        full, rest = divmod(max(nbytes, 0), self.file_bytes(self.slots))
+        return full * self.slots + self.file_slots(rest)
+
+
+logger = logging.getLogger(__name__)
+
+_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW  # a link may lead to a file outside the store
+
+BlockIo = Callable[[int, Sequence[memoryview], int], int]
+
+
+class BlockFile:
+    """A file that is read and written in whole blocks, with O_DIRECT if the file system allows it: host
+    memory already caches its pages. All methods block; reads and writes may run concurrently.
+
+    Args:
+        path: the file; created if it is missing. A reader sees a missing file as empty.
+        read_only: write nothing.
+        direct: use O_DIRECT; offsets, lengths and addresses must then be multiples of 4,096.
+
+    Raises:
+        StorageError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool, direct: bool) -> None:
+        self.path = path
+        self.direct = direct
+        self._failures = FailureLog(logger)
+        self._descriptor: int | None = self._open(os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._fileno).st_size
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the path leads to this file still."""
+        return leads_to(self.path, self._fileno)
+
+    def read(self, views: Sequence[memoryview], offset: int) -> int:
+        """Fill `views` from `offset` on; returns the bytes read, fewer only at the end of the file."""
+        block = ALIGNMENT if self.direct else 1
+        return read_fully(partial(self._direct_or_not, os.preadv), views, offset, lambda: self.size, block)
+
+    def write(self, views: Sequence[memoryview], offset: int) -> int:
+        """Write `views` from `offset` on; returns the bytes written. Durable after `sync`."""
+        return self._direct_or_not(os.pwritev, views, offset)
+
+    def sync(self) -> None:
+        """Make all previous writes durable."""
+        os.fdatasync(self._fileno)
+
+    def open_again(self) -> int:
+        """A new descriptor of the same file, even if it was renamed or removed; the caller closes it."""
+        return os.open(f"/proc/self/fd/{self._fileno}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def expect_random_reads(self) -> None:
+        """Disable the kernel's read-ahead, which would read parts that others access with O_DIRECT."""
+        with suppress(OSError):  # only a hint
+            os.posix_fadvise(self._fileno, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def grow(self, size: int) -> bool:
+        """Preallocate up to `size` bytes; if the disk refuses, return False and leave the size unchanged."""
+        start = self.size
+        try:
+            os.posix_fallocate(self._fileno, start, size - start)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                return self._grow_sparse(size)
+            self._refused(error)
+            self.truncate(start)  # frees the blocks of the failed preallocation
+            return False
+        return True
+
+    def truncate(self, size: int) -> None:
+        """Cut the file, or extend it with zeros."""
+        os.ftruncate(self._fileno, size)
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    @property
+    def _fileno(self) -> int:
+        if self._descriptor is None:
+            raise OSError(errno.EBADF, "the file is closed", str(self.path))
+        return self._descriptor
+
+    def _open(self, flags: int) -> int:
+        check_file(self.path)
+        reads_nothing = flags == os.O_RDONLY and not self.path.exists()
+        path = os.devnull if reads_nothing else self.path
+        try:
+            if self.direct:
+                try:
+                    return os.open(path, flags | _FLAGS | os.O_DIRECT, 0o666)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    self.direct = False
+            return os.open(path, flags | _FLAGS, 0o666)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be opened: {error.strerror}") from error
+
+    def _direct_or_not(self, io: BlockIo, views: Sequence[memoryview], offset: int) -> int:
+        """Run `io`; if it fails with EINVAL, turn O_DIRECT off and run it again.
+
+        Some file systems accept O_DIRECT in `open` and reject it in reads and writes.
+        """
+        direct = self.direct  # read it first: another thread may turn it off during `io`
+        try:
+            return io(self._fileno, views, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not direct:
+                raise
+        self._use_kernel_cache()
+        return io(self._fileno, views, offset)
+
+    def _use_kernel_cache(self) -> None:
+        logger.info(
+            "%s: no O_DIRECT here, or memory that is not aligned; using the kernel's cache", self.path
+        )
+        flags = fcntl.fcntl(self._fileno, fcntl.F_GETFL)
+        fcntl.fcntl(self._fileno, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self.direct = False
+
+    def _grow_sparse(self, size: int) -> bool:
+        try:
+            self.truncate(size)
+        except OSError as error:
+            self._refused(error)
+            return False
+        return True
+
+    def _refused(self, error: OSError) -> None:
+        self._failures.warning(error.errno, "%s cannot grow: %s", self.path, error.strerror)
+
+
+class Segment:
+    """A file of slots. All methods block; reads and writes of different slots may run concurrently.
+
+    The file is open twice. Slots bypass the page cache. Entries go through it, because it merges small
+    writes, which would otherwise wait in the disk's queue behind pages. One barrier makes both durable.
+
+    Args:
+        path: the file; created if it is missing. A reader sees a missing file as empty.
+        shape: the layout of the file.
+        read_only: write nothing.
+        direct: bypass the page cache for slots if the file system allows it.
+
+    Raises:
+        StorageError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, shape: SegmentShape, *, read_only: bool, direct: bool) -> None:
+        self._shape = shape
+        self._pages = BlockFile(path, read_only=read_only, direct=direct)
+        try:
+            self._entries = BlockFile(path, read_only=read_only, direct=False)
+        except OSError:
+            self._pages.close()
+            raise
+        self._turn = threading.Lock()
+        self._lost = False
+        self._entries.expect_random_reads()
+
+    @property
+    def nbytes(self) -> int:
+        return self._pages.size
+
+    @property
+    def slots(self) -> int:
+        """Number of whole slots in the file, which may have been cut."""
+        return self._shape.file_slots(self._pages.size)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the path leads to this file still."""
+        return self._pages.in_place
+
+    def read(self, place: int, views: Sequence[memoryview]) -> int:
+        """Fill `views` from slot number `place` on; returns the number of whole slots read, at least 1.
+
+        Raises:
+            OSError: no slot was read; ENODATA if the file ends before the first slot does.
+        """
+        done = self._pages.read(views, self._shape.file_bytes(place)) // self._shape.slot_bytes
+        if done == 0:
+            raise OSError(errno.ENODATA, "the file ends before the page", str(self._pages.path))
+        return done
+
+    def write(self, place: int, views: Sequence[memoryview]) -> int:
+        """Write `views` from slot number `place` on; returns the number of whole slots written, at least 1.
+
+        Raises:
+            OSError: no slot was written; ENOSPC if the disk is full.
+        """
+        done = self._pages.write(views, self._shape.file_bytes(place)) // self._shape.slot_bytes
+        if done == 0:
+            raise OSError(errno.ENOSPC, "the page was written in part", str(self._pages.path))
+        return done
+
+    def read_entries(self) -> memoryview:
+        """Read the entries of all slots; zeros beyond the end of the file.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        data = memoryview(bytearray(self._shape.slots * ENTRY_BYTES))
+        self._entries.read([data], 0)
+        return data
+
+    def write_entries(self, place: int, data: bytes) -> None:
+        """Overwrite entries from slot number `place` on.
+
+        Raises:
+            OSError: some entries may not be written.
+        """
+        if self._entries.write([memoryview(data)], place * ENTRY_BYTES) != len(data):
+            raise OSError(errno.ENOSPC, "entries were written in part", str(self._entries.path))
+
+    def sync(self) -> None:
+        """Make all entries and slots written so far durable. Only one thread may use this; others use
+        `barrier`.
+
+        Raises:
+            OSError: some may not be durable.
+        """
+        self._pages.sync()
+
+    @contextmanager
+    def barrier(self) -> Iterator[Callable[[], None]]:
+        """Yield a function that makes everything written in the body durable, or raises OSError.
+
+        Any number of barriers may run concurrently. The kernel reports a lost write once per open file
+        (errseq_t), so each barrier opens the file itself, before the writes that it covers. If that fails,
+        e.g. because too many files are open, barriers take turns on a descriptor that is already open.
+        """
+        try:
+            descriptor = self._pages.open_again()
+        except OSError:
+            descriptor = None
+        if descriptor is None:
+            yield self._sync_in_turn
+            return
+        try:
+            yield partial(os.fdatasync, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _sync_in_turn(self) -> None:
+        with self._turn:
+            try:
+                self._entries.sync()
+            except OSError:
+                self._lost = True
+                raise
+            if self._lost:
+                raise OSError(errno.EIO, "a barrier has failed before", str(self._entries.path))
+
+    def grow(self, slots: int) -> bool:
+        """Preallocate the file up to `slots` slots; if the disk refuses, return False and change nothing."""
+        return self._pages.grow(self._shape.file_bytes(slots))
+
+    def resize(self, slots: int) -> None:
+        """Cut the file to `slots` slots, or extend it with zeros.
+
+        Raises:
+            OSError: the disk reported an error.
+        """
+        self._pages.truncate(self._shape.file_bytes(slots))
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+        self._pages.close()
+        self._entries.close()
+
 
 _MAX_VIEWS = 1000  # IOV_MAX is 1,024 on Linux
 _MAX_BYTES = 32 << 20  # half of the bytes in flight: the disk writes one half while the other is prepared

@@ -15,10 +15,9 @@ from pathlib import Path
 from asynchicache.backends.file.budget import Budget
 from asynchicache.backends.file.commits import Commits
 from asynchicache.backends.file.dependencies import PoolDependencies
-from asynchicache.backends.file.folder import MANIFEST
+from asynchicache.backends.file.entries import PageReader, recover
+from asynchicache.backends.file.folder import MANIFEST, Manifest
 from asynchicache.backends.file.index import PageIndex, StoredPage
-from asynchicache.backends.file.manifest import Manifest
-from asynchicache.backends.file.recovery import PageReader, recover
 from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.writer import GroupWriter, WriteBatch
 from asynchicache.failure_log import FailureLog

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from asynchicache.backends.file.entries import empty_entries, entry_blocks, load_entries, write_blocks
-from asynchicache.backends.file.folder import MANIFEST, StoreFolder
-from asynchicache.backends.file.manifest import Manifest, read
-from asynchicache.backends.file.recovery import PageReader
+from asynchicache.backends.file.entries import (
+    PageReader,
+    empty_entries,
+    entry_blocks,
+    load_entries,
+    write_blocks,
+)
+from asynchicache.backends.file.folder import MANIFEST, Manifest, StoreFolder, read
 from asynchicache.backends.file.segments import Segments
 from asynchicache.errors import StorageError, StorageFormatError
 

@@ -9,16 +9,74 @@ Source: DeWitt et al., "Implementation Techniques for Main Memory Database Syste
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 from asynchicache.backends.file.commits import Commits, CommitStamp
 from asynchicache.backends.file.entries import EntryBlock
 from asynchicache.backends.file.index import StoredPage
-from asynchicache.backends.file.runs import PageMove, SlotRun, merge_runs
 from asynchicache.backends.file.segments import Segments
 from asynchicache.ports import ThreadWorker
+
+
+class PageMove(NamedTuple):
+    """A page to read or write: its slot in the store, and its position in the batch."""
+
+    slot: int
+    place: int
+
+
+class SlotRun(NamedTuple):
+    """One or more pages in consecutive slots of the store.
+
+    Attributes:
+        moves: the pages.
+        views: the pages' memory.
+    """
+
+    moves: Sequence[PageMove]
+    views: list[memoryview]
+
+    @property
+    def slot(self) -> int:
+        """Slot of the first page."""
+        return self.moves[0].slot
+
+    def cut(self, start: int, end: int) -> SlotRun:
+        """The pages from index `start` up to, but not including, index `end`."""
+        return SlotRun(self.moves[start:end], self.views[start:end])
+
+
+def contiguous_moves(moves: Iterable[PageMove], most: int) -> Iterator[list[PageMove]]:
+    """Split moves, which ascend by slot, into runs of consecutive slots of at most `most` pages."""
+    run: list[PageMove] = []
+    for move in moves:
+        if run and (move.slot != run[-1].slot + 1 or len(run) == most):
+            yield run
+            run = []
+        run.append(move)
+    if run:
+        yield run
+
+
+def merge_runs(runs: Iterable[SlotRun], most: int) -> Iterator[list[SlotRun]]:
+    """Sort runs by slot, and group those that are consecutive, up to `most` pages per group."""
+    group: list[SlotRun] = []
+    for run in sorted(runs, key=_slot):
+        pages = sum(len(one.moves) for one in group) + len(run.moves)
+        if group and (run.slot != group[-1].moves[-1].slot + 1 or pages > most):
+            yield group
+            group = []
+        group.append(run)
+    if group:
+        yield group
+
+
+def _slot(run: SlotRun) -> int:
+    return run.slot
+
 
 _NO_STAMP = CommitStamp(0, 0, ())
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache.backends.file.runs import PageMove, SlotRun, contiguous_moves, merge_runs
+from asynchicache.backends.file.writer import PageMove, SlotRun, contiguous_moves, merge_runs
 from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.types import Outcome
 from storage.file_stores import (

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asynchicache.backends.file import shape, store
+from asynchicache.backends.file import segments, store
 from asynchicache.backends.file.clear import clear_store
-from asynchicache.backends.file.manifest import Manifest
+from asynchicache.backends.file.folder import Manifest
 from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError, UsageError
 from asynchicache.testing.backends import fingerprint_of
 from asynchicache.types import Outcome
@@ -39,8 +39,8 @@ REJECTED = Outcome.REJECTED
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of 64 slots, so that a few pages need several; their entries are one block."""
-    monkeypatch.setattr(shape, "_MAX_SLOTS", 64)
-    monkeypatch.setattr(shape, "_CACHE_PAGE", 4096)
+    monkeypatch.setattr(segments, "_MAX_SLOTS", 64)
+    monkeypatch.setattr(segments, "_CACHE_PAGE", 4096)
 
 
 def names_below(folder: Path) -> list[str]:
@@ -340,9 +340,9 @@ async def test_entries_of_other_slots_and_noise_are_no_entries(tmp_path: Path) -
     async with bench_at(tmp_path) as bench:
         await fill(bench, range(4))
     data = bytearray(pages_file(tmp_path).read_bytes())
-    second, third = (slice(n * shape.ENTRY_BYTES, (n + 1) * shape.ENTRY_BYTES) for n in (1, 2))
+    second, third = (slice(n * segments.ENTRY_BYTES, (n + 1) * segments.ENTRY_BYTES) for n in (1, 2))
     data[second], data[third] = data[third], data[second]
-    data[3 * shape.ENTRY_BYTES + 5] ^= 1
+    data[3 * segments.ENTRY_BYTES + 5] ^= 1
     pages_file(tmp_path).write_bytes(data)
     async with bench_at(tmp_path) as bench:
         assert await there(bench, range(4)) == [0]

@@ -17,9 +17,8 @@ import pytest
 from asynchicache.backends.file import segments
 from asynchicache.backends.file import store as stores
 from asynchicache.backends.file.budget import Budget
-from asynchicache.backends.file.folder import MANIFEST
+from asynchicache.backends.file.folder import MANIFEST, parse
 from asynchicache.backends.file.index import PageIndex
-from asynchicache.backends.file.manifest import parse
 from asynchicache.backends.file.store import PoolStore
 from asynchicache.backends.file.verify import verify_store
 from asynchicache.testing.backends import PoolUnderTest

@@ -11,9 +11,9 @@ from struct import Struct
 import pytest
 from xxhash import xxh3_64_digest
 
-from asynchicache.backends.file import shape
-from asynchicache.backends.file.manifest import Manifest
-from asynchicache.backends.file.shape import SegmentShape
+from asynchicache.backends.file import segments
+from asynchicache.backends.file.folder import Manifest
+from asynchicache.backends.file.segments import SegmentShape
 from asynchicache.backends.file.verify import StoreReport, verify_store
 from asynchicache.errors import StorageFormatError, UsageError
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of
@@ -178,8 +178,8 @@ def test_bytes_and_slots_of_a_pool_agree(frame_bytes: int) -> None:
     sizes = SegmentShape.of(frame_bytes)
 
     assert sizes.slots % 64 == 0
-    assert sizes.entries_bytes % shape._CACHE_PAGE == 0
-    assert sizes.entries_bytes >= shape.ENTRY_BYTES * sizes.slots
+    assert sizes.entries_bytes % segments._CACHE_PAGE == 0
+    assert sizes.entries_bytes >= segments.ENTRY_BYTES * sizes.slots
     for slots in (0, 1, 2, sizes.slots - 1, sizes.slots, sizes.slots + 1, 3 * sizes.slots):
         nbytes = sizes.pool_bytes(slots)
         assert sizes.pool_slots(nbytes) == slots

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asynchicache.backends.file import segments, shape, store
+from asynchicache.backends.file import segments, store
 from asynchicache.backends.file.verify import verify_store
 from asynchicache.errors import UsageError
 from asynchicache.types import Outcome
@@ -95,7 +95,7 @@ async def test_a_pool_whose_files_cannot_be_cut_keeps_its_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str, after: int
 ) -> None:
     """Another pool wants room, and the system lets this one give back but a part of what it could."""
-    monkeypatch.setattr(shape, "_MAX_SLOTS", 64)
+    monkeypatch.setattr(segments, "_MAX_SLOTS", 64)
     limit = capacity_for(320)
     async with backend_at(tmp_path, capacity_bytes=limit) as backend:
         rich, poor = await open_bench(backend), await open_bench(backend, "mamba")

@@ -18,7 +18,7 @@ from asynchicache.backends.engine_registry import EngineRegistry
 from asynchicache.backends.file import engine as engine_module
 from asynchicache.backends.file import open_backend
 from asynchicache.backends.file import store as store_module
-from asynchicache.backends.file.recovery import PageReader, RecoveredPages
+from asynchicache.backends.file.entries import PageReader, RecoveredPages
 from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.store import PoolStore
 from asynchicache.errors import StorageLockedError

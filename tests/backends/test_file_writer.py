@@ -14,13 +14,10 @@ import pytest
 
 from asynchicache.backends.file import entries
 from asynchicache.backends.file import writer as writer_module
-from asynchicache.backends.file.blocks import BlockFile
 from asynchicache.backends.file.commits import Commits
 from asynchicache.backends.file.index import StoredPage
-from asynchicache.backends.file.runs import PageMove, SlotRun
-from asynchicache.backends.file.segments import Segments
-from asynchicache.backends.file.shape import ENTRY_BYTES
-from asynchicache.backends.file.writer import GroupWriter, WriteBatch
+from asynchicache.backends.file.segments import ENTRY_BYTES, BlockFile, Segments
+from asynchicache.backends.file.writer import GroupWriter, PageMove, SlotRun, WriteBatch
 from storage.file_stores import SLOT_BYTES
 
 

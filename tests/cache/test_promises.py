@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asynchicache import HybridCache, ModelSpec, Request
-from asynchicache.backends.file.shape import SegmentShape
+from asynchicache.backends.file.segments import SegmentShape
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.controller.digests import DIGESTS_A_TURN
 from asynchicache.layouts import HostLayout, SlotLayout

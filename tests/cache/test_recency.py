@@ -10,7 +10,7 @@ import pytest
 
 from asynchicache import HybridCache
 from asynchicache.backends.file import open_backend
-from asynchicache.backends.file.shape import SegmentShape
+from asynchicache.backends.file.segments import SegmentShape
 from asynchicache.hashing import page_digests
 from asynchicache.layouts import ALIGNMENT
 from asynchicache.ports import AsyncioPort

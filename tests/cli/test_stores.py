@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asynchicache.backends.file.folder import StoreFolder
-from asynchicache.backends.file.shape import ENTRY_BYTES
+from asynchicache.backends.file.segments import ENTRY_BYTES
 from asynchicache.cli.main import main
 from asynchicache.types import Outcome
 from storage.file_stores import SLOT_BYTES, SLOTS_AT, backend_at, bench_at, open_bench

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from asynchicache.backends.file import FileBackend, open_backend
 from asynchicache.backends.file.budget import FIXED_BYTES
-from asynchicache.backends.file.shape import SegmentShape
+from asynchicache.backends.file.segments import SegmentShape
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of

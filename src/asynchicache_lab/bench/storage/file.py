@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from asynchicache.backends.file.shape import SegmentShape
+from asynchicache.backends.file.segments import SegmentShape
 from asynchicache.errors import ConfigError
 from asynchicache_lab.bench.storage.limits import Peer, PlainClient, Setup
 
