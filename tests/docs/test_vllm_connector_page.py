@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from asynchicache.integrations.vllm.connector_metrics import FAMILIES
-from asynchicache.integrations.vllm.connector_options import ConnectorOptions, read_options
+from asynchicache.integrations.vllm.options import ConnectorOptions, read_options
 
 PAGE = (Path(__file__).parents[2] / "docs/howto/vllm.md").read_text("utf-8")
 ROWS = dict(re.findall(r"^\| `([\w:-]+)` \| (.*) \|$", PAGE, re.MULTILINE))

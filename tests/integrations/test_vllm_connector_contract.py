@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from asynchicache.integrations.vllm import connector_words
+from asynchicache.integrations.vllm import words
 from asynchicache.integrations.vllm.connector import AsynchicacheConnector
 from asynchicache.integrations.vllm.connector_metrics import ConnectorMetrics, ConnectorStats
 from conformance.seams import accepts
@@ -38,14 +38,12 @@ def test_the_connector_does_all_that_vllm_leaves_to_connectors() -> None:
 
 def test_our_words_are_those_of_vllm() -> None:
     results = SEAM[f"{V1}.base:KVConnectorTransferResults"]["fields"]
-    fields = connector_words.KVConnectorTransferResults.__dataclass_fields__
+    fields = words.KVConnectorTransferResults.__dataclass_fields__
     sources = SEAM["vllm.v1.metrics.cache_hit_source:CacheHitSource"]["members"]
 
     assert [name.rstrip("=") for name in results] == list(fields)
-    assert {one.name: str(one.value) for one in connector_words.CacheHitSource} == sources
-    assert {one.name for one in connector_words.KVConnectorRole} == set(
-        SEAM[f"{V1}.base:KVConnectorRole"]["members"]
-    )
+    assert {one.name: str(one.value) for one in words.CacheHitSource} == sources
+    assert {one.name for one in words.KVConnectorRole} == set(SEAM[f"{V1}.base:KVConnectorRole"]["members"])
 
 
 def test_metrics_of_the_next_engine_of_a_process_can_be_registered() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asynchicache.errors import ConfigError
-from asynchicache.integrations.vllm.connector_options import check_engine, read_options
+from asynchicache.integrations.vllm.options import check_engine, read_options
 
 GIVEN = {
     "host_bytes": 1 << 20,

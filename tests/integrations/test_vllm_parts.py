@@ -16,8 +16,8 @@ from asynchicache import CacheHint
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.vllm import seam
 from asynchicache.integrations.vllm.hints import RequestHints, read_hints
-from asynchicache.integrations.vllm.lookups import Lookups
 from asynchicache.integrations.vllm.options import for_replica
+from asynchicache.integrations.vllm.tier import Lookups
 
 A, B = b"a" * 36, b"b" * 36
 HASH = "ab" * 32

@@ -23,7 +23,7 @@ from asynchicache.integrations import bridge as bridge_module
 from asynchicache.integrations import page_store
 from asynchicache.integrations.bridge import LoopBridge
 from asynchicache.integrations.vllm import words
-from asynchicache.integrations.vllm.idle import IdleWait
+from asynchicache.integrations.vllm.options import IdleWait
 from asynchicache.integrations.vllm.tier import AsynchicacheTier
 from asynchicache.ports import Port
 from asynchicache.testing.faults import FaultRates, Faulty

@@ -15,11 +15,12 @@ import pytest
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.vllm.contents import (
     AdapterContents,
+    VllmWeights,
+    follow_weights,
     hash_contents,
     image_name,
     model_digest,
 )
-from asynchicache.integrations.vllm.weights import VllmWeights, follow_weights
 
 SEAM = json.loads((Path(__file__).parents[1] / "data" / "seams" / "vllm-0.33.0.json").read_text())
 HASHES, CORE = "vllm.v1.core.kv_cache_utils", "vllm.v1.engine.core"

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from asynchicache.integrations.vllm.connector_messages import StepOrders, StepResults
-from asynchicache.integrations.vllm.connector_options import read_options
 from asynchicache.integrations.vllm.connector_scheduler import ConnectorScheduler
 from asynchicache.integrations.vllm.connector_worker import ConnectorWorker
 from asynchicache.integrations.vllm.kv_groups import KvGroup, KvGroups, kv_groups
+from asynchicache.integrations.vllm.options import read_options
 from asynchicache.transfer.remote import CopyResult
 from integrations.vllm_groups import FullAttentionSpec, MambaSpec, SlidingWindowSpec, group, kv_cache_config
 

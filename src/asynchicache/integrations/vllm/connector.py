@@ -15,7 +15,6 @@ from asynchicache.integrations.vllm.connector_metrics import (
     ConnectorStats,
     StatisticsDeltas,
 )
-from asynchicache.integrations.vllm.connector_options import check_engine, read_options
 from asynchicache.integrations.vllm.connector_scheduler import ConnectorScheduler
 from asynchicache.integrations.vllm.connector_seam import (
     CacheHitSource,
@@ -25,9 +24,9 @@ from asynchicache.integrations.vllm.connector_seam import (
     SupportsHMA,
 )
 from asynchicache.integrations.vllm.connector_worker import ConnectorWorker
-from asynchicache.integrations.vllm.contents import hash_contents, model_digest
+from asynchicache.integrations.vllm.contents import follow_weights, hash_contents, model_digest
 from asynchicache.integrations.vllm.kv_groups import KvGroups, kv_groups
-from asynchicache.integrations.vllm.weights import follow_weights
+from asynchicache.integrations.vllm.options import check_engine, read_options
 from asynchicache.types import Tier
 
 _SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asynchicache.errors import ConfigError
-from asynchicache.integrations.vllm.connector_words import (
+from asynchicache.integrations.vllm.words import (
     CacheHitSource,
     KVConnectorBase_V1,
     KVConnectorMetadata,

@@ -1,6 +1,7 @@
-"""Stand-ins for vLLM 0.33's secondary-tier types, for use without vLLM: tests, replays, type checkers.
+"""Stand-ins for what vLLM 0.32 and 0.33 let a connector and a secondary tier extend, for use without vLLM.
 
-Names, fields and values are those of `vllm.v1.kv_offload`; `tests/data/seams` records them from the wheel.
+Tests, replays and type checkers use them. Names, fields and values are those of
+`vllm.distributed.kv_transfer.kv_connector.v1` and `vllm.v1.kv_offload`; `tests/data/seams` records them.
 """
 
 from __future__ import annotations
@@ -8,11 +9,84 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+
+class KVConnectorRole(Enum):
+    """Which half of a connector an object is."""
+
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class KVConnectorMetadata:
+    """What the scheduler's half tells the workers' in one step."""
+
+
+class KVConnectorWorkerMetadata:
+    """What a worker's half answers."""
+
+
+class SupportsHMA:
+    """Marks a connector that knows several KV cache groups."""
+
+
+class KVConnectorBase_V1:  # noqa: N801 - vLLM's name
+    """The base of connectors."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        self._vllm_config = vllm_config
+        self._role = role
+        self._kv_cache_config = kv_cache_config
+        self._connector_metadata: KVConnectorMetadata | None = None
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        self._connector_metadata = connector_metadata
+
+
+@dataclass(eq=False)
+class KVConnectorTransferResults:
+    """Requests whose transfers have ended."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class KVConnectorStats:
+    """Statistics on their way from the engine to the server's metrics."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class KVConnectorPromMetrics:
+    """The server's metrics of a connector."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        self._labelnames = labelnames
+        self.per_engine_labelvalues = per_engine_labelvalues
+
+
+class CacheHitSource(StrEnum):
+    """Where cached tokens came from."""
+
+    DEVICE = "device"
+    HOST = "host"
+    P2P = "p2p"
+    DISK = "disk"
+    EXTERNAL_UNSPECIFIED = "external_unspecified"
+
 
 T = TypeVar("T")
 
