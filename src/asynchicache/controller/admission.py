@@ -93,7 +93,7 @@ class Admission:
         finally:
             self._queue.leave(waiter)
             self._match_again(waiter)
-            progress.set()
+            progress.set()  # the next in the queue: nobody else wakes it if this one was cancelled
 
     def _check_waiting(self, request: RequestState) -> None:
         if request.closed:
@@ -144,6 +144,7 @@ class Admission:
         """
         if self._executor.in_flight() or not self._queue.all_wait(self._planner.state.requests):
             return False
+        # First those who lose least: a match can be made again, computed pages cannot.
         others = [one for one in self._queue.holding() if one is not waiter]
         for other in others:
             self._planner.rest(other.request)

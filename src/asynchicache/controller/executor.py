@@ -108,6 +108,7 @@ class Executor:
             copy.period = self._activity.begin(copy.period)
             done = partial(self._copy_done, copy)
             operation = CacheOperation(copy.direction, tuple(copy.transfers))
+            # A backup reads what a forward wrote, so it stands behind every forward that may still write.
             events = () if copy.direction is Direction.LOAD else tuple(self._computing.values())
             events += () if ready is None else (ready,)
             ticket = self._engine.submit(
@@ -120,13 +121,14 @@ class Executor:
             copy.span.finish(error)
         if error is not None:
             self.copies_failed += 1
+            # One that failed and has ended wrote nothing wrong later: it fails alone, the cache goes on.
             if not isinstance(error, CopyEndedError):
                 self._failure = self._failure or error
         try:
             node = self._planner.copy_finished(copy, error)
             if node is not None and not self.stopped:
                 self._schedule_next_tier(copy, node)
-        finally:
+        finally:  # also if the planner raised: a copy that never ends would hold every `drain`
             self._ended(copy.period)
 
     def _schedule_next_tier(self, copy: Copy, node: Node) -> None:
@@ -160,7 +162,7 @@ class Executor:
         return event
 
     def _computed(self, stream: Stream, event: Event) -> None:
-        if self._computing.get(stream) is event:
+        if self._computing.get(stream) is event:  # else a later forward has taken its place
             del self._computing[stream]
 
     def when_reached(self, stream: Stream, done: Callable[[BaseException | None], object]) -> None:
@@ -224,6 +226,7 @@ class Executor:
 
     async def next_progress(self) -> None:
         """Wait until work ends or slots are freed."""
+        # The caller has looked since the last await, so nothing that it waits for is cleared away here.
         self.progress.clear()
         await self.progress.wait()
 

@@ -325,7 +325,7 @@ class StorageWriter:
                     complete = False
                     return
                 before = self.traffic.stored
-                if not _removed(node):  # it may have made room for another path
+                if not _removed(node):  # it may have made room for another path meanwhile
                     part = self._backups.part_on_host(node)
                     with self._awaiting(part):
                         await self._path_written(part)
@@ -349,6 +349,8 @@ class StorageWriter:
         """Wait until the path to `node` is marked stored, with the window and state that its end needs."""
         tried = waits = False
         try:
+            # No branch may come round twice without a wait, or this loop spins. Their order counts: a write
+            # in flight says more than a mark.
             while self._storage and not (self._executor.stopped or _removed(node)):
                 if waits and self._backups.failures[node] >= _URGENT_WRITES:
                     return False  # parts that evict each other would be copied and written for ever
@@ -357,7 +359,7 @@ class StorageWriter:
                 elif self._backups.is_stored(node):
                     return True
                 elif self._executor.failure is not None:
-                    return False
+                    return False  # no copy will ever bring these pages to the host
                 elif self._backups.lacks_room(node) and (
                     waits or self._backups.urgent or self._executor.in_flight()
                 ):
@@ -367,14 +369,14 @@ class StorageWriter:
                     if not await self._back_up_in_turn(node):
                         return False
                 elif tried:
-                    return False
+                    return False  # storage refused it: asking again would hold the caller for ever
                 else:
                     tried = True
                     self._executor.run(self._backups.backup(node))
                     self.store(node, wait=True)
             return False
         finally:
-            if waits:
+            if waits:  # also when cancelled: a path that stays urgent keeps room from all others
                 self._backups.urgent.remove(node)
                 if node not in self._backups.urgent:
                     del self._backups.failures[node]
@@ -389,6 +391,7 @@ class StorageWriter:
         self._executor.run(self._backups.backup(node))
         if self._backups.in_flight(node):
             return True
+        # Only the first may give up: those behind it wait for its end, which frees what they need.
         if self._backups.urgent[0] is node and not self._executor.in_flight():
             return False
         await self._executor.next_progress()
@@ -434,6 +437,7 @@ class StorageWriter:
         self._detaching = True
         try:
             await attachment.aclose()
+            # Their results are about the old storage: a new one must not be attached before they are in.
             running = [task for task in self._executor.calls if not task.done()]
             if running:
                 await asyncio.wait(running)

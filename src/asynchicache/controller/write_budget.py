@@ -24,6 +24,7 @@ class WriteBudget:
 
     def take(self, size: int) -> bool:
         """Begin a write of `size` bytes; False if there is no room for it now."""
+        # Never past one that waits: small writes would keep a large one waiting for ever.
         if self._waiting or (self.used and self.used + size > self._limit):
             return False
         self._begin(size)
@@ -45,7 +46,7 @@ class WriteBudget:
         except asyncio.CancelledError:
             if entry in self._waiting:
                 self._waiting.remove(entry)
-            else:
+            else:  # its turn had come in the same iteration, and its bytes are counted
                 self.end(size)
             raise
 
@@ -61,6 +62,7 @@ class WriteBudget:
         self._next()
 
     def _fits(self, size: int) -> bool:
+        # By the number of writes, not by `used`: late bytes may stay for ever.
         return not self._writes or self.used + size <= self._limit
 
     def _begin(self, size: int) -> None:

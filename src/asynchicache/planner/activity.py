@@ -32,7 +32,7 @@ class Activity:
     def end(self, period: int) -> None:
         """Count one piece of work of a period as ended."""
         self._counts[period] -= 1
-        if not self._counts[period]:
+        if not self._counts[period]:  # periods never come back, so the table would grow for ever
             del self._counts[period]
 
     def close_period(self) -> int:

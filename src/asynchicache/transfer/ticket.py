@@ -138,7 +138,7 @@ class Ticket(msgspec.Struct, eq=False, weakref=True):
         Raises:
             TransferError: it never will be.
         """
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # a waiter that never yields could not be cancelled
         submission = self._submission
         if submission.transfers is None and submission.tick is not None:
             await submission.tick.planned.wait()
