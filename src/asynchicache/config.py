@@ -20,15 +20,12 @@ from msgspec.inspect import StrType
 from asynchicache.errors import ConfigError
 from asynchicache.layouts import HostLayout
 from asynchicache.options import Natural, Positive, Seconds, Share, options_of, parse_value
-from asynchicache.planner.checkpoints import DEFAULT_WORDS, CheckpointPolicy
-from asynchicache.planner.options import CLEAN_SHARE, WRITE_POLICY, PrefetchOptions
-from asynchicache.pools.sizing import SizeOptions
+from asynchicache.planner.options import PlannerOptions, PrefetchOptions
 from asynchicache.ports import Port
 from asynchicache.storage.deadlines import as_storage_error
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.transfer.paths import CopyPath
-from asynchicache.tree.policies import EVICTION, policy
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
 ENVIRONMENT_PREFIX = "ASYNCHICACHE_"
@@ -56,8 +53,8 @@ class OpenBackend(Protocol):
     def __call__(self, options: Mapping[str, object], port: Port) -> StorageBackend: ...
 
 
-class CacheConfig(SizeOptions, frozen=True, kw_only=True):
-    """How a cache is set up; `SizeOptions` says how large its pools are.
+class CacheConfig(PlannerOptions, frozen=True, kw_only=True):
+    """How a cache is set up; `PlannerOptions` and `SizeOptions` have the options that decide, and the sizes.
 
     Attributes:
         device: `cpu`, `cuda`, `cuda:1`, ... Default: `cpu`.
@@ -69,17 +66,6 @@ class CacheConfig(SizeOptions, frozen=True, kw_only=True):
             measures when the cache is opened, and chooses by the length of runs. Default: None.
         audit: share of the pages that leave the device whose SHA-256 is compared when they come back.
             Default: 0.
-        page_keys: requests name prefixes by page keys (`HybridCache.request_keys`), such as an engine's block
-            hashes, and not by tokens. Default: False.
-        tails: prefixes may end inside a page. Has no effect for models with compressed entries, with
-            `page_keys`, on several ranks without a group, and where an engine owns the device memory.
-            Default: False.
-        write_policy: when pages go down. Default: `write_through`.
-        clean_share: under `write_back`, device pages kept free or clean. Default: 0.125.
-        eviction: `size`, `lru` or `fifo`, for attention pages, or a class as `package.module:Class`, see
-            `tree.policies`. Default: `size`.
-        checkpoints: where recurrent states are kept: `prompt`, `output`, `branch` and a spacing in tokens,
-            joined by `+`, or `none`; see `planner.checkpoints`. Default: `prompt+output+branch`.
         prefetch: how long a request waits for storage, see `planner.options.PrefetchOptions`.
         storage: name of a backend, or None for two tiers. Default: None.
         storage_options: the backend's own.
@@ -102,12 +88,6 @@ class CacheConfig(SizeOptions, frozen=True, kw_only=True):
     host_layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT
     copy_path: CopyPath | None = None
     audit: Share = 0.0
-    page_keys: bool = False
-    tails: bool = False
-    write_policy: WritePolicy = WRITE_POLICY
-    clean_share: Share = CLEAN_SHARE
-    eviction: str = EVICTION
-    checkpoints: str = DEFAULT_WORDS
     prefetch: PrefetchOptions = PrefetchOptions()
     storage: str | None = None
     storage_options: dict[str, Any] = {}  # noqa: RUF012  copied for each struct
@@ -165,8 +145,7 @@ class CacheConfig(SizeOptions, frozen=True, kw_only=True):
         ) -> None: ...
 
     def check(self) -> None:
-        policy(self.eviction)
-        CheckpointPolicy.parse(self.checkpoints)
+        super().check()
         if self.storage is not None:
             self.check_storage()
         if self.rank >= self.ranks:

@@ -21,7 +21,6 @@ from asynchicache.controller.tasks import OwnedTasks, shielded
 from asynchicache.errors import ConfigError
 from asynchicache.hashing import pool_fingerprint
 from asynchicache.layouts import HostLayout, SlotLayout
-from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.planner import Planner
 from asynchicache.pools.balance import find_few_slots, find_undersized_pools
 from asynchicache.pools.device import DevicePages, DevicePool
@@ -266,18 +265,8 @@ def _planner(
     decides: bool,
 ) -> Planner:
     """`decides`: no other process must find the same prefixes by itself."""
-    planner = Planner(
-        spec,
-        slots,
-        write_policy=config.write_policy,
-        eviction_policy=config.eviction,
-        clean_share=config.clean_share,
-        checkpoints=CheckpointPolicy.parse(config.checkpoints),
-        engine_pages=pages,
-        page_keys=config.page_keys,
-        tails=config.tails and decides,
-        extents=on_host.plan,
-    )
+    options = msgspec.structs.replace(config, tails=config.tails and decides)
+    planner = Planner(spec, slots, options, engine_pages=pages, extents=on_host.plan)
     planner.state.on_move = partial(_move, on_host.pools)
     return planner
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from asynchicache.errors import CapacityError
 from asynchicache.hashing import page_digests
 from asynchicache.planner.actions import Copy, StorageWrite
+from asynchicache.planner.options import PlannerOptions
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.readings import StorageRead
 from asynchicache.planner.request_state import RequestState, RetiredPages
@@ -51,7 +52,9 @@ class Simulation(VirtualCache):
     ) -> None:
         self.rng = rng
         self.spec = small_spec(states, windows=windows)
-        planner = Planner(self.spec, slots, write_policy=policy, eviction_policy=eviction, memory=memory)
+        planner = Planner(
+            self.spec, slots, PlannerOptions(write_policy=policy, eviction=eviction), memory=memory
+        )
         super().__init__(planner, slots)
         self.flying: list[Copy] = []
         self.writing: list[StorageWrite] = []

@@ -9,6 +9,7 @@ import pytest
 from asynchicache.errors import ConfigError
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.hints import NO_HINT, CacheHint
+from asynchicache.planner.options import PlannerOptions
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.testing.specs import synthetic_spec
@@ -70,11 +71,12 @@ def test_other_words_are_refused(text: str):
 )
 def test_cuts_lie_behind_what_is_restored(text: str, cuts: tuple[int, ...]):
     assert CheckpointPolicy.parse(text).cuts(12, 40, 24) == cuts
+    assert str(CheckpointPolicy.parse(text)) == text
 
 
 def test_a_spacing_is_a_multiple_of_the_page_size():
     with pytest.raises(ConfigError, match="spacing 6 must be a multiple of the page size, 4"):
-        Planner(synthetic_spec(PAGE), SLOTS, checkpoints=CheckpointPolicy(spacing=6))
+        Planner(synthetic_spec(PAGE), SLOTS, PlannerOptions(checkpoints="6"))
 
 
 def test_prompts_with_a_common_beginning_hit_from_the_third_on():
@@ -94,13 +96,13 @@ def test_a_prompt_that_will_be_repeated_whole_hits_its_pages(length: int, cuts: 
 
 
 def test_without_branch_points_they_never_hit():
-    planner = Planner(synthetic_spec(PAGE), SLOTS, checkpoints=CheckpointPolicy(branch=False))
+    planner = Planner(synthetic_spec(PAGE), SLOTS, PlannerOptions(checkpoints="prompt+output"))
     system = list(range(10))
     served = [serve(planner, [*system, *range(first, first + 7)]) for first in (100, 200, 300)]
     assert [pages for pages, _ in served] == [0, 0, 0]
 
 
 def test_a_spacing_serves_the_second_prompt_already():
-    planner = Planner(synthetic_spec(PAGE), SLOTS, checkpoints=CheckpointPolicy.parse("8"))
+    planner = Planner(synthetic_spec(PAGE), SLOTS, PlannerOptions(checkpoints="8"))
     assert serve(planner, list(range(20))) == (0, (8, 16))
     assert serve(planner, [*range(10), *range(100, 110)]) == (2, (16,))

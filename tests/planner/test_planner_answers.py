@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from asynchicache.errors import CapacityError
-from asynchicache.planner.checkpoints import CheckpointPolicy
+from asynchicache.planner.options import PlannerOptions
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place_of
@@ -343,7 +343,7 @@ def test_two_that_end_alike_leave_one_state() -> None:
 def test_checkpoints_that_no_page_ends_at_are_refused() -> None:
     spec = simulation().spec
     with pytest.raises(Exception, match="spacing 3 must be a multiple of the page size, 2"):
-        Planner(spec, {"kv": (8, 8), "mamba": (4, 4)}, checkpoints=CheckpointPolicy(spacing=3))
+        Planner(spec, {"kv": (8, 8), "mamba": (4, 4)}, PlannerOptions(checkpoints="3"))
 
 
 def test_what_failed_to_come_is_in_quarantine() -> None:

@@ -54,8 +54,7 @@ class BackupPlanner:
         forgotten: how many times all knowledge of storage was dropped.
     """
 
-    def __init__(self, state: CacheState, activity: Activity, *, clean_share: float) -> None:
-        """`clean_share`: the share of device pages that write-back keeps free or backed up ahead of need."""
+    def __init__(self, state: CacheState, activity: Activity) -> None:
         self._state = state
         self._tree = state.tree
         self._activity = activity
@@ -68,18 +67,18 @@ class BackupPlanner:
         self._writes: set[StorageWrite] = set()
         self._there: set[tuple[int, bytes]] = set()  # by component, pages of nodes that storage lost in part
         self._states = {component.id for component in state.tree.components if not component.paged}
-        self._clean_target = int(state.free[FULL_DEVICE].capacity * clean_share)
+        self._clean_target = int(state.free[FULL_DEVICE].capacity * state.options.clean_share)
 
     def due(self, node: Node) -> bool:
         """Whether the write policy requires a host copy of this node now."""
-        policy = self._state.write_policy
+        policy = self._state.options.write_policy
         if policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             return node.hits >= _SELECTIVE_HITS
         return policy is WritePolicy.WRITE_THROUGH
 
     def last_due(self, node: Node) -> Node | None:
         """The last node of the path to `node` that is due; None if there is none."""
-        if self._state.write_policy is WritePolicy.WRITE_BACK:
+        if self._state.options.write_policy is WritePolicy.WRITE_BACK:
             return None
         current: Node | None = node
         while current is not None and current.parent is not None and not self.due(current):
@@ -89,7 +88,7 @@ class BackupPlanner:
     def count_seen(self, request: RequestState, pages: int) -> None:
         """Count the request's first `pages` pages that the tree had when it came, in whatever tier or only
         lately, as asked for twice. They were not hit, because they or their states had been evicted."""
-        if self._state.write_policy is not WritePolicy.WRITE_THROUGH_SELECTIVE:
+        if self._state.options.write_policy is not WritePolicy.WRITE_THROUGH_SELECTIVE:
             return
         end = self._tree.known_end(request.tokens, request.seed, min(pages, request.known_pages))
         for node in takewhile(lambda one: one.hits < _SELECTIVE_HITS, end.path()):
@@ -260,7 +259,7 @@ class BackupPlanner:
 
     def clean(self) -> list[Copy]:
         """Under write-back: back up the next pages to be evicted, ahead of need."""
-        if self._state.write_policy is not WritePolicy.WRITE_BACK:
+        if self._state.options.write_policy is not WritePolicy.WRITE_BACK:
             return []
         queue = self._tree.queues[FULL_DEVICE]
         short = self._clean_target - self._state.free[FULL_DEVICE].available

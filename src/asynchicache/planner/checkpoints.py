@@ -55,6 +55,11 @@ class CheckpointPolicy:
         spacing = int(numbers[0]) if numbers else 0
         return cls("prompt" in words, "output" in words, "branch" in words, spacing)
 
+    def __str__(self) -> str:
+        """The words that `parse` reads."""
+        words = [word for word in _WORDS if getattr(self, word)]
+        return "+".join([*words, *([str(self.spacing)] if self.spacing else [])]) or NOWHERE
+
     def check(self, page_size: int) -> None:
         """Check the spacing.
 
@@ -86,4 +91,3 @@ class CheckpointPolicy:
 
 
 DEFAULT_WORDS = "prompt+output+branch"
-DEFAULT_CHECKPOINTS = CheckpointPolicy.parse(DEFAULT_WORDS)

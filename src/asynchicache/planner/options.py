@@ -1,4 +1,4 @@
-"""Options of the planner, and defaults shared by the configuration and `Planner`."""
+"""Options of the planner."""
 
 from __future__ import annotations
 
@@ -6,13 +6,42 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta
 
-from asynchicache.options import Natural, Options
+from asynchicache.options import Natural, Options, Share
+from asynchicache.planner.checkpoints import DEFAULT_WORDS, CheckpointPolicy
+from asynchicache.pools.sizing import SizeOptions
+from asynchicache.tree.policies import EVICTION, policy
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
-WRITE_POLICY = WritePolicy.WRITE_THROUGH
-CLEAN_SHARE = 0.125
-
 _WaitSeconds: TypeAlias = Annotated[float, Meta(ge=0)]
+
+
+class PlannerOptions(SizeOptions, frozen=True, kw_only=True):
+    """What a planner decides by; `SizeOptions` says how large its pools are.
+
+    Attributes:
+        page_keys: requests name prefixes by page keys (`HybridCache.request_keys`), such as an engine's block
+            hashes, and not by tokens. Default: False.
+        tails: prefixes may end inside a page. Has no effect for models with compressed entries, with
+            `page_keys`, on several ranks without a group, and where an engine owns the device memory.
+            Default: False.
+        write_policy: when pages go down. Default: `write_through`.
+        clean_share: under `write_back`, device pages kept free or clean. Default: 0.125.
+        eviction: `size`, `lru` or `fifo`, for attention pages, or a class as `package.module:Class`, see
+            `tree.policies`. Default: `size`.
+        checkpoints: where recurrent states are kept: `prompt`, `output`, `branch` and a spacing in tokens,
+            joined by `+`, or `none`; see `planner.checkpoints`. Default: `prompt+output+branch`.
+    """
+
+    page_keys: bool = False
+    tails: bool = False
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    clean_share: Share = 0.125
+    eviction: str = EVICTION
+    checkpoints: str = DEFAULT_WORDS
+
+    def check(self) -> None:
+        policy(self.eviction)
+        CheckpointPolicy.parse(self.checkpoints)
 
 
 class PrefetchOptions(Options, frozen=True, kw_only=True):

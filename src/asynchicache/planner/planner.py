@@ -15,11 +15,11 @@ from asynchicache.errors import CapacityError, CopyEndedError
 from asynchicache.planner.actions import Copy, PoolTransfers
 from asynchicache.planner.activity import Activity
 from asynchicache.planner.backup import BackupPlanner
-from asynchicache.planner.checkpoints import DEFAULT_CHECKPOINTS, CheckpointPolicy
+from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.engine import EnginePlanner
 from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.planner.load import LoadPlanner, by_place
-from asynchicache.planner.options import CLEAN_SHARE, WRITE_POLICY
+from asynchicache.planner.options import PlannerOptions
 from asynchicache.planner.prefetch import PrefetchPlanner
 from asynchicache.planner.promises import PromisedPrefix, promise_of
 from asynchicache.planner.request_state import RequestState
@@ -30,9 +30,11 @@ from asynchicache.pools.extents import ExtentPlan
 from asynchicache.specs import ModelSpec
 from asynchicache.tree import copies, tails
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Keep, Node, SlotPlace, place_of, tier_of
-from asynchicache.tree.policies import EVICTION, Use
+from asynchicache.tree.policies import Use
 from asynchicache.tree.radix_tree import Match
 from asynchicache.types import Direction, MissReason, Tier, WritePolicy
+
+_DEFAULTS = PlannerOptions()
 
 
 class Planner:
@@ -54,46 +56,26 @@ class Planner:
         self,
         spec: ModelSpec,
         slots: Mapping[str, tuple[int, int]],
+        options: PlannerOptions = _DEFAULTS,
         *,
-        write_policy: WritePolicy = WRITE_POLICY,
-        eviction_policy: str = EVICTION,
-        clean_share: float = CLEAN_SHARE,
-        checkpoints: CheckpointPolicy = DEFAULT_CHECKPOINTS,
         engine_pages: Mapping[str, int] | None = None,
-        page_keys: bool = False,
         memory: Mapping[Tier, int] | None = None,
-        tails: bool = False,
         extents: ExtentPlan | None = None,
     ) -> None:
         """
         Args:
             spec: the model.
             slots: device and host slots of each pool that owns slots; 0 host slots: not on the host.
-            write_policy: when pages are copied down.
-            eviction_policy: orders attention pages.
-            clean_share: the share of device pages that write-back keeps free or backed up ahead of need.
-            checkpoints: the lengths at which to keep states.
-            engine_pages: device pages by pool, if an engine owns them (`CacheState`).
-            page_keys: prefixes are page keys, not tokens.
-            memory: bytes of the tiers whose memory all pools share.
-            tails: prefixes may end inside a page (`CacheState`).
-            extents: the host memory that the pools named there share.
+            options: what it decides by.
+            engine_pages, memory, extents: as for `CacheState`.
         """
-        checkpoints.check(spec.page_size)
-        self.checkpoints = checkpoints
+        self.checkpoints = CheckpointPolicy.parse(options.checkpoints)
+        self.checkpoints.check(spec.page_size)
         self.state = CacheState(
-            spec,
-            slots,
-            write_policy=write_policy,
-            eviction_policy=eviction_policy,
-            engine_pages=engine_pages,
-            page_keys=page_keys,
-            memory=memory,
-            tails=tails,
-            extents=extents,
+            spec, slots, options, engine_pages=engine_pages, memory=memory, extents=extents
         )
         self.activity = Activity()
-        self.backups = BackupPlanner(self.state, self.activity, clean_share=clean_share)
+        self.backups = BackupPlanner(self.state, self.activity)
         self.prefetches = PrefetchPlanner(self.state, self.backups)
         self._tree = self.state.tree
         self.windows = WindowPlanner(self.state)
@@ -225,7 +207,7 @@ class Planner:
 
     def count_hit(self, request: RequestState) -> list[Copy]:
         """Count a hit on the matched path; return the backups it triggers (write-through-selective)."""
-        selective = self.state.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+        selective = self.state.options.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         if not selective:
             return []
         path = self._tree.count_hit(request.lease.node)
@@ -239,7 +221,7 @@ class Planner:
         """The end of the matched path if it is to be written to storage now, because an engine's pages are on
         the host before the policy wants them in storage (write-through-selective); else None."""
         node = request.lease.node
-        selective = self.state.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+        selective = self.state.options.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         return node if self.state.host_only and selective and node.pages and self.backups.due(node) else None
 
     def release(self, request: RequestState, error: BaseException | None = None) -> None:

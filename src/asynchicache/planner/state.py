@@ -11,6 +11,7 @@ from typing import Self
 from asynchicache.errors import ConfigError
 from asynchicache.planner.actions import PoolTransfers
 from asynchicache.planner.hints import HintLedger
+from asynchicache.planner.options import PlannerOptions
 from asynchicache.planner.request_state import RequestState
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.pools.budget import ByteBudget
@@ -84,6 +85,7 @@ class CacheState:
 
     Attributes:
         names: pool name of each component; the first covers every page.
+        options: what its planner decides by.
         page_size: tokens of a page.
         page_keys, page_words: whether prefixes are page keys, and the 64-bit words that name a page: its
             tokens, or its key.
@@ -102,26 +104,20 @@ class CacheState:
         self,
         spec: ModelSpec,
         slots: Mapping[str, tuple[int, int]],
+        options: PlannerOptions,
         *,
-        write_policy: WritePolicy,
-        eviction_policy: str,
         engine_pages: Mapping[str, int] | None = None,
-        page_keys: bool = False,
         memory: Mapping[Tier, int] | None = None,
-        tails: bool = False,
         extents: ExtentPlan | None = None,
     ) -> None:
         """
         Args:
             spec: the model.
             slots: device and host slots of each pool that owns slots.
-            write_policy: when pages are copied down.
-            eviction_policy: orders attention pages.
+            options: what to decide by.
             engine_pages: device pages of each pool that owns slots, if an engine owns them; `slots` then has
                 no device slots. None: the cache has device slots of its own.
-            page_keys: prefixes are page keys, not tokens.
             memory: bytes of the tiers whose memory all pools share; the others have slots of their own.
-            tails: prefixes may end inside a page, if the model and the owner of the device memory allow it.
             extents: the host memory that the pools named there share.
 
         Raises:
@@ -132,16 +128,16 @@ class CacheState:
             raise ConfigError(f"model {spec.model!r}: a second pool covers every page and owns its slots")
         self.spec = spec
         self.page_size = spec.page_size
-        self.page_keys = page_keys
-        self.page_words = KEY_WORDS if page_keys else spec.page_size
+        self.options = options
+        self.page_keys = options.page_keys
+        self.page_words = KEY_WORDS if options.page_keys else spec.page_size
         self.engine_pages = engine_pages
         self.host_only = engine_pages is not None
-        self.write_policy = write_policy
         self.names = [pool.name for pool in owners]
         self.slot_sharers = {
             name: [pool.name for pool in spec.pools if pool.slots_of == name] for name in self.names
         }
-        self.tree = self._empty_tree(max(slots[self.names[FULL]]), eviction_policy, tails)
+        self.tree = self._empty_tree(max(slots[self.names[FULL]]))
         self.memory = {tier: ByteBudget(nbytes) for tier, nbytes in (memory or {}).items()}
         self._extent_plan = extents
         self.extents = None if extents is None else ExtentMemory(extents)
@@ -163,17 +159,17 @@ class CacheState:
         """Whether prefixes may end inside a page."""
         return self.tree.tails
 
-    def _empty_tree(self, capacity: int, eviction_policy: str, tails: bool) -> UnifiedRadixTree:
+    def _empty_tree(self, capacity: int) -> UnifiedRadixTree:
         others = self.spec.owners[1:]
         return UnifiedRadixTree(
             self.page_words,
             [pool.coverage for pool in others],
             windows=[component_id for component_id, pool in enumerate(others, start=1) if pool.per_token],
-            eviction=eviction_policy,
+            eviction=self.options.eviction,
             capacity=capacity,
             host_only=self.host_only,
             costs=[self._slot_bytes(name) for name in self.names],
-            tails=tails and self._can_end_inside_a_page(self.spec),
+            tails=self.options.tails and self._can_end_inside_a_page(self.spec),
         )
 
     def _can_end_inside_a_page(self, spec: ModelSpec) -> bool:
@@ -368,7 +364,7 @@ class CacheState:
     @property
     def _passes(self) -> tuple[bool, ...]:
         """Whether dirty slots may go, by round of an eviction: under write-back, clean ones go first."""
-        return (False, True) if self.write_policy is WritePolicy.WRITE_BACK else (True,)
+        return (False, True) if self.options.write_policy is WritePolicy.WRITE_BACK else (True,)
 
     def make_shared_room(self, tier: Tier, counts: Mapping[SlotPlace, int]) -> bool:
         """Have `counts[place]` slots free at each place of a tier's shared memory, beside each other; evict

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asynchicache.planner.checkpoints import CheckpointPolicy
+from asynchicache.planner.options import PlannerOptions
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.state import CacheState
 from asynchicache.replay.options import ReplayOptions
@@ -92,11 +93,13 @@ def _planner(
     planner = Planner(
         spec,
         sizes.slots,
-        write_policy=WritePolicy(options.write_policy),
-        eviction_policy=options.policy,
+        PlannerOptions(
+            write_policy=WritePolicy(options.write_policy),
+            eviction=options.policy,
+            checkpoints=str(checkpoints),
+            tails=tails,
+        ),
         memory=memory,
-        checkpoints=checkpoints,
-        tails=tails,
     )
     return planner, sizes
 

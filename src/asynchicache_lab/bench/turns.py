@@ -12,6 +12,7 @@ from typing import Protocol
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions
 from asynchicache.controller.request import Request
+from asynchicache.planner.options import PlannerOptions
 from asynchicache.planner.planner import Planner
 from asynchicache.testing.oracle import ByteOracle
 from asynchicache.testing.specs import synthetic_spec
@@ -143,7 +144,7 @@ async def open_runner(
     """
     spec = synthetic_spec(page_size, tuple(sizes.slots()), window_pages=sizes.window_pages)
     if not real:
-        cache = VirtualCache(Planner(spec, sizes.slots(), tails=tails), sizes.slots())
+        cache = VirtualCache(Planner(spec, sizes.slots(), PlannerOptions(tails=tails)), sizes.slots())
         yield VirtualRunner(cache, page_size, interval, tails=tails)
         return
     async with HybridCache.open(spec, _config(sizes)) as whole:
