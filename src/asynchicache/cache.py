@@ -18,6 +18,7 @@ import torch
 from asynchicache.config import CacheConfig
 from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.controller.event_hub import EventSubscription
+from asynchicache.controller.inspection import Inspection
 from asynchicache.controller.recorder import TraceRecorder
 from asynchicache.controller.request import Hit, Request
 from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
@@ -575,6 +576,10 @@ class HybridCache:
         Looks at the top of the tree only, so its cost is bounded.
         """
         return outline(self._parts.planner.state.tree.roots.values(), limit)
+
+    def inspect(self) -> Inspection:
+        """The inside of this cache, for tests that look for bugs; it may change with any version."""
+        return Inspection(self._parts)
 
     def statistics(self) -> CacheStatistics:
         group = None if self._group is None else self._group.statistics()

@@ -77,7 +77,7 @@ def test_the_pools_of_deepseek_v4_are_all_shared() -> None:
         assert [counts[inode] for inode in memory_of(mirror.cache)] == [RANKS] * len(V4.pools)
         for pool in V4.pools:
             ours = mirror.cache._parts.hosts[pool.name]
-            theirs = [worker._memories[pool.name].host for worker in workers]
+            theirs = [worker.memories[pool.name].host for worker in workers]
             assert [one.slots for one in theirs] == [ours.slots] * len(theirs)
             ours.page(0)[:4] = b"here"
             assert [bytes(one.page(0)[:4]) for one in theirs] == [b"here"] * len(theirs)
@@ -163,7 +163,7 @@ def test_stages_share_with_their_own_kind() -> None:
     assert {pool.name for pool in specs[0].pools} == {pool.name for pool in specs[2].pools}
 
     async def part(mirror: RankMirror, workers: list[RankWorker]) -> None:
-        pools = [mirror.cache._parts.hosts["kv"], *(worker._memories["kv"].host for worker in workers)]
+        pools = [mirror.cache._parts.hosts["kv"], *(worker.memories["kv"].host for worker in workers)]
         for first, second in ((0, 1), (2, 3)):
             pools[first].page(0)[:4] = b"%4d" % first
             assert bytes(pools[second].page(0)[:4]) == b"%4d" % first

@@ -172,7 +172,7 @@ async def test_what_is_planned_only_after_it_was_given_up_is_told_once(
     begun, go_on, carried_out = (threading.Event() for _ in range(3))
     async with open_rig() as rig:
         engine = rig.engine
-        schedule_tick, run_tick = engine._scheduler.schedule, engine._run_tick
+        schedule_tick, run_tick = engine.scheduler.schedule, engine._run_tick
 
         def late(submissions):
             begun.set()
@@ -183,7 +183,7 @@ async def test_what_is_planned_only_after_it_was_given_up_is_told_once(
             run_tick(tick)
             carried_out.set()
 
-        monkeypatch.setattr(engine._scheduler, "schedule", late)
+        monkeypatch.setattr(engine.scheduler, "schedule", late)
         monkeypatch.setattr(engine, "_run_tick", watched)
         ticket = engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
         await asyncio.to_thread(begun.wait)

@@ -173,7 +173,7 @@ async def test_what_was_never_enqueued_lets_threads_through(open_rig, operation:
         def broken(submissions) -> None:
             raise ZeroDivisionError("a bug in the batcher")
 
-        monkeypatch.setattr(rig.engine._scheduler, "schedule", broken)
+        monkeypatch.setattr(rig.engine.scheduler, "schedule", broken)
         ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
         watcher = rig.engine.submit(operation(Direction.LOAD), reads=[("kv", [0])], done=lambda _: None)
         for method in (ticket.submitted, lambda: ticket.submitted(0), lambda: ticket.layer(0)):

@@ -218,6 +218,10 @@ class Request:
             raise RequestStateError(f"{verb}({count}): a number of tokens, 0 at least")
         return state, count
 
+    def inspect(self) -> RequestState | None:
+        """What the planner knows of an open request, as `HybridCache.inspect`; None before and after."""
+        return self._state
+
     # Properties
 
     @property

@@ -101,7 +101,12 @@ class BackupPlanner:
             node: the end of the path.
             period: the `Activity` period of the work that this follows from. Default: the current period.
         """
-        period = self._activity.period if period is None else period
+        plan = self._plan_path(node, self._activity.period if period is None else period)
+        for observer in self._state.observers if self.urgent and not plan else ():
+            observer.held_back(node)
+        return plan
+
+    def _plan_path(self, node: Node, period: int) -> list[Copy]:
         self._cut_at_host(node)
         wanted = self._missing(node)
         if not self.urgent:

@@ -147,7 +147,7 @@ class Planner:
         use = tree.asked(tokens, match, seed, hint.halves)
         if not hint.continues:
             return use, 0
-        if self.state.hints.allow(seed, pages, tree.clock, tree.clock + max(use.credit, 1.0)):
+        if self.state.favour(seed, pages, max(use.credit, 1.0)):
             return use, pages
         use.credit = min(use.credit, 0.0)
         return use, 0
@@ -536,6 +536,8 @@ class Planner:
 
     def copy_finished(self, copy: Copy, error: BaseException | None) -> Node | None:
         """Settle or undo a copy; return the node whose path is due for the next tier, or None."""
+        for observer in self.state.observers:
+            observer.copy_ended(copy, error)
         self.state.tier_copies.remove(copy.tier_copy)
         ended = error is None or isinstance(error, CopyEndedError)
         if not ended:

@@ -349,6 +349,12 @@ class PrefetchPlanner:
         Returns:
             The read; None if no further read can begin now.
         """
+        read = self._next_read(most)
+        for observer in self._state.observers:
+            observer.read_chosen(read)
+        return read
+
+    def _next_read(self, most: Mapping[int, int] | None) -> StorageRead | None:
         short: set[int] = set()
         for reading in self.in_flight:
             for component_id, pages in reading.unbegun.items() if reading.wanted else ():

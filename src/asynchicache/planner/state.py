@@ -11,6 +11,7 @@ from typing import Self
 from asynchicache.errors import ConfigError
 from asynchicache.planner.actions import PoolTransfers
 from asynchicache.planner.hints import HintLedger
+from asynchicache.planner.observer import Observer
 from asynchicache.planner.options import PlannerOptions
 from asynchicache.planner.request_state import RequestState
 from asynchicache.pools.allocator import SlotAllocator
@@ -98,6 +99,7 @@ class CacheState:
         extents: the host memory that pools share, or None.
         on_move: called with a pool, host slots, and where their bytes go, before the slots are freed.
         tracer: receives evictions, if set.
+        observers: are told what happens, see `Observer`; none in production.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class CacheState:
         self._check_windows()
         self.counters = PlannerCounters(evicted=[0] * len(self.free))
         self.tracer: Tracer | None = None
+        self.tree.observers = self.observers = list[Observer]()
         self.requests: set[RequestState] = set()
         self.tier_copies: list[TierCopy] = []
         self.locked: list[Locks] = []
@@ -228,10 +231,18 @@ class CacheState:
         """A request is about to publish its first `pages` pages: its hint favours them within its share."""
         more, lease = pages - request.favoured, request.lease
         if request.hint.continues and more > 0 and lease.use.credit > 0:
-            if self.hints.allow(request.seed, more, self.tree.clock, self.tree.clock + lease.use.credit):
+            if self.favour(request.seed, more, lease.use.credit):
                 request.favoured = pages
             else:
                 lease.use.credit = 0.0
+
+    def favour(self, seed: bytes, pages: int, credit: float) -> bool:
+        """Whether a hint favours so many pages of a namespace more, for `credit` ticks."""
+        clock = self.tree.clock
+        counts = self.hints.allow(seed, pages, clock, clock + credit)
+        for observer in self.observers:
+            observer.hint_weighed(pages, clock, clock + credit, counts=counts)
+        return counts
 
     def _slot_bytes(self, name: str) -> int:
         """Bytes of a slot of a pool, with those of the pools that share it."""
@@ -351,6 +362,20 @@ class CacheState:
 
     def make_room(self, place: SlotPlace, count: int) -> bool:
         """Have `count` slots free at `place`, evicting if necessary; False if it stays short."""
+        if not self.observers:
+            return self._make_room(place, count)
+        return self._observed({place: count}, partial(self._make_room, place, count), shared=False)
+
+    def _observed(self, counts: Mapping[SlotPlace, int], make: Callable[[], bool], *, shared: bool) -> bool:
+        """Make room if all observers agree, and tell them if there is none."""
+        if not all(observer.may_take(counts) for observer in self.observers):
+            return False
+        there = make()
+        for observer in self.observers if not there else ():
+            observer.no_room(counts, shared=shared)
+        return there
+
+    def _make_room(self, place: SlotPlace, count: int) -> bool:
         free, tier = self.free[place], tier_of(place)
         if place in self._shared[tier]:
             return self._evict_for(tier, {place: count})
@@ -369,7 +394,7 @@ class CacheState:
     def make_shared_room(self, tier: Tier, counts: Mapping[SlotPlace, int]) -> bool:
         """Have `counts[place]` slots free at each place of a tier's shared memory, beside each other; evict
         if necessary. False if they stay short."""
-        return self._evict_for(tier, counts)
+        return self._observed(counts, partial(self._evict_for, tier, counts), shared=True)
 
     def _evict_for(self, tier: Tier, counts: Mapping[SlotPlace, int]) -> bool:
         """Evict from whichever pool loses the fewest tokens a byte, until `counts` fit."""

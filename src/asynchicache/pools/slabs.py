@@ -7,11 +7,11 @@ import errno
 import logging
 import mmap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Protocol, SupportsInt
+from typing import ClassVar, Protocol, SupportsInt
 
 import torch
 
@@ -47,7 +47,12 @@ class Slab:
 
     The memory lives as long as any view of it. `close` drops only the slab's own views and the pinning, so
     a remaining view never points at freed memory.
+
+    Attributes:
+        on_allocate: called with the size of each slab before it is mapped; tests of scarce memory raise here.
     """
+
+    on_allocate: ClassVar[Callable[[int], object] | None] = None
 
     def __init__(self, nbytes: int, *, fd: int = -1) -> None:
         """
@@ -62,6 +67,8 @@ class Slab:
         """
         if nbytes < 1:
             raise ConfigError(f"a slab of {nbytes} bytes; it must have 1 at least")
+        if Slab.on_allocate is not None:
+            Slab.on_allocate(nbytes)
         self._fresh = fd < 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if self._fresh else mmap.MAP_SHARED
         try:

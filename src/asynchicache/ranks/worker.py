@@ -54,11 +54,15 @@ class RankWorker:
 
     Its engine runs each forward inside `forward`, with the step number that the leader's engine sent along.
     Confined to one event loop.
+
+    Attributes:
+        spec: this rank's pools.
+        memories: by pool, its memory on device and host.
     """
 
     def __init__(self, spec: ModelSpec, memories: Mapping[str, PoolMemory], follower: RankFollower) -> None:
         self.spec = spec
-        self._memories = memories
+        self.memories = memories
         self._follower = follower
         self._ended = asyncio.Event()
         self._loop = OneLoop("the worker")
@@ -165,7 +169,7 @@ class RankWorker:
         Raises:
             KeyError: no such pool or tensor.
         """
-        memory = self._memories[pool].device
+        memory = self.memories[pool].device
         if isinstance(memory, DevicePool):
             return memory.tensor(tensor)
         raise UsageError("device_tensor(): an engine owns the device memory here")

@@ -62,6 +62,7 @@ class TransferEngine:
 
     Attributes:
         audit: compares a sample of the pages; None if there is no audit.
+        scheduler: makes transfers of submissions.
     """
 
     in_process = True
@@ -109,7 +110,7 @@ class TransferEngine:
         self._copier = PageCopier(memories, table=paths, force=copy_path)
         self._extents = {pool: memory.extent for pool, memory in memories.items()}
         self._capacities = {pool: (one.device_slots, one.host_slots) for pool, one in self._extents.items()}
-        self._scheduler = Scheduler(self._extents, layers, group_bytes, reactor.poll)
+        self.scheduler = Scheduler(self._extents, layers, group_bytes, reactor.poll)
         self._streams = {direction: device.stream(direction.value) for direction in Direction}
         # One thread, in order: every event that a transfer waits for has been recorded by then.
         self._submitter = None if submit_inline else port.worker("asynchicache-submit")
@@ -276,9 +277,9 @@ class TransferEngine:
     def _run_tick(self, tick: Tick) -> None:
         """Enqueue the operations of one tick. Every failure is reported, so that no waiter hangs."""
         try:
-            records = self._scheduler.schedule([*tick.operations, *tick.readers])
+            records = self.scheduler.schedule([*tick.operations, *tick.readers])
         except Exception as error:  # noqa: BLE001 - the boundary of the thread
-            self._call_on_loop(partial(self._fail_tick, tick, error, self._scheduler.abandon(error)))
+            self._call_on_loop(partial(self._fail_tick, tick, error, self.scheduler.abandon(error)))
             return
         self._launches += len(records)
         for record in records:

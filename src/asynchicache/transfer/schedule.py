@@ -139,7 +139,11 @@ _MAX_URGENT_FIRST = (Direction.FORK, Direction.LOAD, Direction.BACKUP)
 
 
 class Scheduler:
-    """Turns submissions into transfers, numbered in the order of enqueueing, with what each must wait for."""
+    """Turns submissions into transfers, numbered in the order of enqueueing, with what each must wait for.
+
+    Attributes:
+        group_bytes: bytes that make a group of a load's layers worth a launch.
+    """
 
     def __init__(
         self,
@@ -152,12 +156,12 @@ class Scheduler:
         Args:
             extents: by pool.
             layers: layers of the model, those without a cache included.
-            group_bytes: bytes that make a group of a load's layers worth a launch.
+            group_bytes: as the attribute.
             poll: has the loop process completions that it was not woken for.
         """
         self._extents = extents
         self._layers = layers
-        self._group_bytes = group_bytes
+        self.group_bytes = group_bytes
         self._poll = poll
         self._hazards = HazardTable(extents)
         self._independence = IndependenceCheck(extents)
@@ -228,7 +232,7 @@ class Scheduler:
             record.runs_after = self._records(self._hazards.users_of_destinations(direction, columns, since))
         self._hazards.mark(direction, columns, record.number)
         self._live[record.number] = record
-        group_bytes = self._group_bytes if direction is Direction.LOAD else None
+        group_bytes = self.group_bytes if direction is Direction.LOAD else None
         try:
             record.start(merge(operations, self._extents, self._layers, group_bytes))
         except CacheError as error:

@@ -72,6 +72,12 @@ class SlotWatcher(Protocol):
         ...
 
 
+class SlotObserver(Protocol):
+    """As of `planner.observer.Observer`."""
+
+    def leaving(self, node: Node, place: SlotPlace, pages: int) -> None: ...
+
+
 class Match:
     """What of a sequence is in the tree; of the version of the tree that it was made from.
 
@@ -171,6 +177,7 @@ class UnifiedRadixTree:
         version: changes whenever a match may no longer hold; one of another version is stale.
         ghosts: what was evicted lately.
         watcher: receives changes of slots; None costs nothing.
+        observers: are told of all slots that leave, those of a flush too.
         now: seconds of any clock that never goes back, as the caller last said; for what hints keep.
     """
 
@@ -225,6 +232,7 @@ class UnifiedRadixTree:
         self.epoch = 0
         self.version = 0
         self.watcher: SlotWatcher | None = None
+        self.observers: Sequence[SlotObserver] = ()
         self._holders: dict[SlotPlace, dict[int, Node]] = {}
         self.clock = 1
         self.uses = 1
@@ -382,6 +390,8 @@ class UnifiedRadixTree:
         slots = node.slots_at(place)
         if self.watcher is not None:
             self.watcher.on_evict(node, place, pages)
+        for observer in self.observers:
+            observer.leaving(node, place, pages)
         node.pages -= pages
         node.end -= pages
         node.key = node.key[: node.pages * self.page_bytes]
@@ -459,6 +469,8 @@ class UnifiedRadixTree:
         slots = node.slots_at(place)
         if self.watcher is not None and node.residency[place] == RESIDENT:
             self.watcher.on_evict(node, place, node.pages)
+        for observer in self.observers:
+            observer.leaving(node, place, node.pages)
         self.version += 1
         if place in self._holders:
             self._let_go(place, slots)

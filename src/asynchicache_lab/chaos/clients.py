@@ -40,12 +40,13 @@ class PoolSlots(NamedTuple):
     last: int | None = None
 
 
-def resumable_tokens(request: Request, page_size: int) -> int:
+def resumable_tokens(cache: HybridCache, request: Request) -> int:
     """The tokens of a request behind which a later prompt can go on, if `durable` is True."""
-    state, planner = request._state, request._planner  # noqa: SLF001 - the kit looks inside
+    state = request.inspect()
     if state is None:
         return 0
-    promise = planner.promise(state)
+    promise = cache.inspect().planner.promise(state)
+    page_size = cache.spec.page_size
     return (promise.end - 1) * page_size + promise.tail if promise.tail else promise.end * page_size
 
 
@@ -148,7 +149,7 @@ class ChaosEngine:
                 durable = await request.durable()
             if durable and self._device.error is None:  # a failed device publishes nothing
                 # Another request may have left a state there since, which this one did not ask about.
-                end = resumable_tokens(request, size)
+                end = resumable_tokens(self.cache, request)
                 path = self.hits.path(tokens, seed, len(tokens) // size, ends=end == len(tokens))
                 tails = self.hits.tail_keys(request.tokens[:end], seed) if end % size else []
                 if turn.final and self.cache.tails:

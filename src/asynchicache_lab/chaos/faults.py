@@ -6,16 +6,15 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TypeAlias
-from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
 
 from asynchicache.errors import CapacityError
-from asynchicache.planner.state import CacheState
+from asynchicache.planner.observer import Observer
 from asynchicache.pools.slabs import Slab
 from asynchicache.streams.base import Event, Graph, Stream
 from asynchicache.streams.drivers import DriverStep, SeededDriver
@@ -23,7 +22,6 @@ from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.testing.seeded import COPY_SECONDS
 from asynchicache.transfer.plan import Direction
 from asynchicache.tree.node import SlotPlace
-from asynchicache.types import Tier
 from asynchicache_lab.chaos.script import DeviceFaults
 
 SlotBytes: TypeAlias = npt.NDArray[np.uint8]
@@ -225,39 +223,29 @@ def _bare(stream: Stream) -> Stream:
     return stream.inner if isinstance(stream, ChaosStream) else stream
 
 
-@contextmanager
-def refusing_room(state: CacheState, draws: FaultDraws, rate: float) -> Iterator[None]:
-    """Refuse some slot allocations, as if all slots were in use."""
-    make_room, make_shared_room = state.make_room, state.make_shared_room
+class RoomRefusals(Observer):
+    """Refuses some slot allocations, as if all slots were in use."""
 
-    def refuse(place: SlotPlace, count: int) -> bool:
-        if count and draws.occurs("allocation.refused", rate):
-            return False
-        return make_room(place, count)
+    def __init__(self, draws: FaultDraws, rate: float) -> None:
+        self._draws = draws
+        self._rate = rate
 
-    def refuse_shared(tier: Tier, counts: Mapping[SlotPlace, int]) -> bool:
-        if any(counts.values()) and draws.occurs("allocation.refused", rate):
-            return False
-        return make_shared_room(tier, counts)
-
-    with ExitStack() as stack:
-        if rate:
-            stack.enter_context(patch.object(state, "make_room", refuse))
-            stack.enter_context(patch.object(state, "make_shared_room", refuse_shared))
-        yield
+    def may_take(self, counts: Mapping[SlotPlace, int]) -> bool:
+        return not (any(counts.values()) and self._draws.occurs("allocation.refused", self._rate))
 
 
 @contextmanager
 def refusing_memory(draws: FaultDraws, piece: int) -> Iterator[None]:
     """Refuse memory for slab number `piece` of those allocated next."""
     made = iter(range(piece + 1))
-    init = Slab.__init__
 
-    def refuse(slab: Slab, nbytes: int, *, fd: int = -1) -> None:
+    def refuse(nbytes: int) -> None:
         if next(made, None) == piece:
             draws.count("memory.refused")
             raise CapacityError(f"no room for a slab of {nbytes} bytes: made to fail")
-        init(slab, nbytes, fd=fd)
 
-    with patch.object(Slab, "__init__", refuse):
+    Slab.on_allocate = refuse
+    try:
         yield
+    finally:
+        Slab.on_allocate = None

@@ -11,24 +11,20 @@ import asyncio
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from unittest.mock import patch
 
 from asynchicache.cache import HybridCache, Request
 from asynchicache.config import PrefetchOptions
 from asynchicache.hashing import ObjectKey, page_digests, tail_digests
-from asynchicache.planner.actions import Copy
+from asynchicache.planner.observer import Observer
 from asynchicache.planner.readings import StorageRead
-from asynchicache.planner.state import CacheState
 from asynchicache.tree import tails
 from asynchicache.tree.keeps import HINTED_SHARE
 from asynchicache.tree.node import FULL, FULL_HOST, Node, SlotPlace, component_of, place_of
 from asynchicache.types import ALL_PAGES, MissReason, PrefetchPolicy, Tier
 from asynchicache_lab.chaos.costs import CostOracle
 from asynchicache_lab.chaos.faults import FaultDraws
-from asynchicache_lab.chaos.inside import is_waiting
 from asynchicache_lab.chaos.ledger import Ledger
 from asynchicache_lab.chaos.presence import (
     PageFlags,
@@ -116,7 +112,7 @@ class HitCase:
     epoch: int = 0
 
 
-class HitOracle:
+class HitOracle(Observer):
     """Judges the requests of one cache."""
 
     def __init__(
@@ -139,9 +135,9 @@ class HitOracle:
             excused: returns whether requests may get nothing, because the device failed or the cache closes.
             recency: the store's recency oracle, if the store is bounded.
         """
-        parts = cache._parts  # noqa: SLF001 - the kit looks inside
-        self._parts = parts
-        self._state: CacheState = parts.planner.state
+        self._inside = cache.inspect()
+        self._planner = self._inside.planner
+        self._state = self._planner.state
         self._tree = self._state.tree
         self._storage = storage
         self._options = options
@@ -171,22 +167,7 @@ class HitOracle:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """During the body, observe losses of pages in memory and storage, and refused allocations."""
-        tree, state = self._tree, self._state
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(state, "make_room", partial(self._room, state.make_room)))
-            sharing = partial(self._shared_room, state.make_shared_room)
-            stack.enter_context(patch.object(state, "make_shared_room", sharing))
-            stack.enter_context(
-                patch.object(tree, "clear_slots", partial(self._clear_slots, tree.clear_slots))
-            )
-            stack.enter_context(patch.object(tree, "trim", partial(self._trim, tree.trim)))
-            hints = state.hints
-            stack.enter_context(patch.object(hints, "allow", partial(self._favoured, hints.allow)))
-            backups = self._parts.planner.backups
-            stack.enter_context(patch.object(backups, "backup", partial(self._backup, backups.backup)))
-            reads = self._parts.planner.prefetches
-            stack.enter_context(patch.object(reads, "next_read", partial(self._next_read, reads.next_read)))
-            stack.enter_context(self._storage.store.watched(self._forgotten))
+        with self._inside.observed_by(self), self._storage.store.watched(self._forgotten):
             self._storage.calls.listeners.append(self.costs)
             if self._options.policy is not PrefetchPolicy.BEST_EFFORT:  # which reads for later requests
                 waste = WasteOracle(self._ledger, self._awaited, self._storage.never_troubled)
@@ -265,7 +246,7 @@ class HitOracle:
     def _begin(self, case: HitCase) -> set[bytes]:
         """A request begins to wait; returns the digests of all pages and tails that it may read."""
         case.began = self._clock()
-        case.admitted = self._storage.admits(self._parts)
+        case.admitted = self._storage.admits(self._inside)
         digests = page_digests(case.tokens[: case.limit * self._size], self._size, case.seed)
         case.digests = {digest: page for page, digest in enumerate(digests)}
         case.memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
@@ -345,7 +326,7 @@ class HitOracle:
 
     def _awaited(self, digests: Sequence[bytes]) -> int:
         """How many of these pages a request has asked for that has not loaded yet."""
-        self._asking = [(request, wanted) for request, wanted in self._asking if is_waiting(request)]
+        self._asking = [(request, wanted) for request, wanted in self._asking if _is_waiting(request)]
         return sum(any(digest in wanted for _, wanted in self._asking) for digest in digests)
 
     @property
@@ -365,7 +346,7 @@ class HitOracle:
     def _answered(self, request: Request, case: HitCase, *, patient: bool) -> None:
         # Until one trial call has succeeded, however long after the fault, a breaker refuses all others. The
         # trial may be another request's, and have closed the breaker since.
-        calm = case.admitted and self._storage.calm_since(case.began, self._parts)
+        calm = case.admitted and self._storage.calm_since(case.began, self._inside)
         waited = self._clock() - case.began
         told = patient and calm and not self._storage.has_lied
         patient &= self._options.policy is not PrefetchPolicy.BEST_EFFORT and self._asks
@@ -395,7 +376,7 @@ class HitOracle:
         # States or windows read for a long prefix may not serve a shorter one.
         excused = case.refused or (case.disturbed and self._tree.width > 1)
         tail = max(case.tails.values(), default=0)
-        state = request._state  # noqa: SLF001 - the kit looks inside
+        state = request.inspect()
         # A tail alone is not asked for, except where there is no whole page.
         asked = got < case.limit or not case.limit or (state is not None and state.prefetched)
         if asked and request.hit.tokens < tail and not (case.refused or case.disturbed):
@@ -445,7 +426,7 @@ class HitOracle:
             now = _either(now, self._in_storage(list(case.digests))[FULL])
         case.reached = min(case.reached, _run(now))  # memory may have lost it while it waited for room
         yield
-        if self._excused() or self._is_over(case) or self._parts.executor.failure is not None:
+        if self._excused() or self._is_over(case) or self._inside.failed:
             return
         if self._refusals > refusals:
             case.allowed.add(MissReason.DEVICE_CAPACITY)
@@ -453,7 +434,7 @@ class HitOracle:
             self._violated(
                 f"hit: {request.hit.tokens} of {matched} tokens that matched, though there was room"
             )
-        if not self._storage.calm_since(case.began, self._parts):  # what it read on while it rested
+        if not self._storage.calm_since(case.began, self._inside):  # what it read on while it rested
             case.allowed |= _FAILURES
         self._check_reason(request, case)
         self._check_least(request, case)
@@ -530,68 +511,32 @@ class HitOracle:
         """Number of refused allocations, including injected refusals."""
         return self._refused + self._draws.counted["allocation.refused"]
 
-    def _room(self, make_room: Callable[..., bool], place: SlotPlace, count: int) -> bool:
-        if make_room(place, count):
-            return True
+    def no_room(self, counts: Mapping[SlotPlace, int], *, shared: bool) -> None:
         self._refused += 1
         self.costs.forget()  # a planned read may be dropped and repeated by another request
-        free = self._state.free[place]
-        could = free.available + reclaimable(self._tree, place)
-        if could >= count:
-            self._violated(f"room: {count} {free.name} refused, and {could} are free or could be")
-        return False
+        for place, count in counts.items() if not shared else ():
+            free = self._state.free[place]
+            could = free.available + reclaimable(self._tree, place)
+            if could >= count:
+                self._violated(f"room: {count} {free.name} refused, and {could} are free or could be")
 
-    def _shared_room(self, make_room: Callable[..., bool], tier: Tier, counts: dict[SlotPlace, int]) -> bool:
-        if make_room(tier, counts):
-            return True
-        self._refused += 1
-        self.costs.forget()
-        return False
+    def held_back(self, node: Node) -> None:
+        self._refused += 1  # host slots are kept for a path that another client waits for
 
-    def _next_read(
-        self, next_read: Callable[..., StorageRead | None], most: Mapping[int, int] | None = None
-    ) -> StorageRead | None:
-        read = next_read(most)
-        self._refused += any(reading.lacks_room for reading in self._parts.planner.prefetches.in_flight)
-        return read
+    def read_chosen(self, read: StorageRead | None) -> None:
+        self._refused += any(reading.lacks_room for reading in self._planner.prefetches.in_flight)
 
-    def _favoured(
-        self,
-        allow: Callable[[bytes, int, float, float], bool],
-        seed: bytes,
-        pages: int,
-        clock: float,
-        until: float,
-    ) -> bool:
-        allowed = allow(seed, pages, clock, until)
-        self._favours = [one for one in self._favours if one[0] > clock] + [(until, pages)] * allowed
+    def hint_weighed(self, pages: int, clock: float, until: float, *, counts: bool) -> None:
+        self._favours = [one for one in self._favours if one[0] > clock] + [(until, pages)] * counts
         most = HINTED_SHARE * max(free.capacity for free in self._state.free[:2])
         if (total := sum(count for _, count in self._favours)) > most:
             self._violated(f"hint: {total} pages are favoured, {most:g} at most may be")
-        return allowed
 
-    def _backup(
-        self, backup: Callable[..., list[Copy]], node: Node, *, period: int | None = None
-    ) -> list[Copy]:
-        found = backup(node, period=period)
-        if self._parts.planner.backups.urgent and not found:
-            self._refused += 1  # host slots are kept for a path that another client waits for
-        return found
-
-    def _clear_slots(
-        self, clear_slots: Callable[[Node, SlotPlace], list[int]], node: Node, place: SlotPlace
-    ) -> list[int]:
-        slots = clear_slots(node, place)
+    def leaving(self, node: Node, place: SlotPlace, pages: int) -> None:
         component_id = component_of(place)
-        if not is_held(node, component_id):
-            self._left(node, component_id, *span(self._tree, node, component_id))
-        return slots
-
-    def _trim(
-        self, trim: Callable[[Node, int, SlotPlace], list[int]], node: Node, pages: int, place: SlotPlace
-    ) -> list[int]:
-        self._left(node, FULL, node.end - pages, node.end)
-        return trim(node, pages, place)
+        if not is_held(node, component_id, without=place):
+            first, end = span(self._tree, node, component_id)
+            self._left(node, component_id, max(first, end - pages), end)
 
     def _left(self, node: Node, component_id: int, first: int, end: int) -> None:
         """Pages of a component have left all tiers of the tree, so waiting requests need not find them."""
@@ -627,6 +572,12 @@ class HitOracle:
 
     def _violated(self, words: str) -> None:
         self._ledger.violations.append(words)
+
+
+def _is_waiting(request: Request) -> bool:
+    """Whether a request may still use what is read for it: it is neither loaded nor closed."""
+    state = request.inspect()
+    return state is not None and not state.loaded
 
 
 def _run(there: bytearray) -> int:

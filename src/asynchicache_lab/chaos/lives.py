@@ -18,12 +18,12 @@ from asynchicache_lab.chaos.clients import FOREVER, ChaosEngine
 from asynchicache_lab.chaos.faults import (
     ChaosDevice,
     FaultDraws,
+    RoomRefusals,
     refusing_memory,
-    refusing_room,
 )
 from asynchicache_lab.chaos.hits import HitOracle
 from asynchicache_lab.chaos.identity import HostPages, PageNames, page_identity
-from asynchicache_lab.chaos.inside import CacheInternals
+from asynchicache_lab.chaos.inside import SlotOracle
 from asynchicache_lab.chaos.ledger import Ledger, error_text
 from asynchicache_lab.chaos.paged import ChaosBlocks, PagedChaosEngine
 from asynchicache_lab.chaos.promises import DurabilityOracle
@@ -155,27 +155,25 @@ class _LifeRun:
                     if self._ledger.faults["memory.refused"] > refused:
                         self._ledger.violations.append("a cache was opened without its memory")
         async with self._open() as cache:
-            inside = CacheInternals(cache)
-            inside.poison_freed()
-            inside.copy_in_groups(self._life.group_bytes)
-            self._device.memory = inside.memory
+            inside, slots = cache.inspect(), SlotOracle(cache)
+            slots.poison_freed()
+            slots.copy_in_groups(self._life.group_bytes)
+            self._device.memory = slots.memory
             engine = self._engine(cache)
             with engine.hits.watching():
-                with (
-                    inside.watching_failed_copies(),
-                    refusing_room(inside.state, self._draws, self._life.refuse),
-                ):
+                refusals = RoomRefusals(self._draws, self._life.refuse)
+                with inside.observed_by(slots), inside.observed_by(refusals):
                     tasks = await self._live(engine)
-                self._ledger.violations += inside.violations
+                self._ledger.violations += slots.violations
                 if self._life.crash:
                     self._draws.count("cache.crash")
                     if engine.hits.recency is not None:
                         engine.hits.recency.restarted()  # what was not told by now never will be
                     self._storage.cut_off()
                 if engine.closing or self._life.dirty:
-                    inside.stop_poisoning()
+                    slots.stop_poisoning()
                 else:
-                    await self._settle(engine, inside)
+                    await self._settle(engine, slots)
             if engine.hits.recency is not None:
                 engine.hits.recency.restarted()
         await self._end(tasks)
@@ -307,7 +305,7 @@ class _LifeRun:
                 draws.count("clock.jump")
                 self._world.loop.skip(event.seconds)
 
-    async def _settle(self, engine: ChaosEngine, inside: CacheInternals) -> None:
+    async def _settle(self, engine: ChaosEngine, slots: SlotOracle) -> None:
         """Stop all faults, then check that everything ends, nothing leaks, and one more request is served."""
         self._storage.mend()
         await asyncio.sleep(1.0)
@@ -315,7 +313,7 @@ class _LifeRun:
         engine.verify("at the end")
         if not self._others:  # which may clear the store that all share
             self._ledger.violations += self._storage.wrongly_marked(engine.cache)
-        if engine.suspect and not inside.failed:
+        if engine.suspect and not engine.cache.inspect().failed:
             self._ledger.violations += [f"undetected: {words}" for words in engine.suspect]
         if self._device.error is None and not self._device.lied:
             await engine.serve_all(ChaosClient(turns=(self._last_turn(),)))
@@ -323,7 +321,7 @@ class _LifeRun:
             await engine.cache.drain()
         await engine.cache.flush()
         self._storage.settle()
-        self._ledger.violations += inside.leftovers(self._may_leak())
+        self._ledger.violations += slots.leftovers(self._may_leak())
 
     def _last_turn(self) -> ClientTurn:
         """The largest possible request."""

@@ -121,9 +121,11 @@ def _ends(
     )
 
 
-def is_held(node: Node, component_id: int) -> bool:
-    """Whether the node's slots of a component are usable by a request, in either tier."""
-    device, host = (node.residency[place_of(component_id, tier)] for tier in (Tier.DEVICE, Tier.HOST))
+def is_held(node: Node, component_id: int, *, without: SlotPlace | None = None) -> bool:
+    """Whether the node's slots of a component are usable by a request, in either tier, or in the one that is
+    not `without`."""
+    places = [place_of(component_id, tier) for tier in (Tier.DEVICE, Tier.HOST)]
+    device, host = (ABSENT if place == without else node.residency[place] for place in places)
     if component_id == FULL:
         return device != ABSENT or host == RESIDENT
     return device in (RESIDENT, LOADING) or host == RESIDENT

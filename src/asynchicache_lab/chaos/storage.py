@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from asynchicache.backends.memory import MemoryBackend, MemoryEngine
 from asynchicache.cache import HybridCache
-from asynchicache.controller.cache_parts import CacheParts
+from asynchicache.controller.inspection import Inspection
 from asynchicache.hashing import ObjectKey, page_digests
 from asynchicache.storage.breaker import BreakerState
 from asynchicache.storage.limits import PoolLimits
@@ -21,7 +21,6 @@ from asynchicache.types import Outcome
 from asynchicache_lab.chaos.calls import Call, Calls
 from asynchicache_lab.chaos.faults import SLOWER, FaultDraws
 from asynchicache_lab.chaos.identity import HostPages
-from asynchicache_lab.chaos.inside import marked_stored
 from asynchicache_lab.chaos.ledger import Ledger
 from asynchicache_lab.chaos.script import StorageFaults, StorageLink
 from asynchicache_lab.chaos.store import ChaosStore
@@ -152,22 +151,21 @@ class ChaosStorage:
         """Whether an `exists` was answered wrongly, ever."""
         return self._faulty.injected["lie"] > 0
 
-    def calm_since(self, moment: float, controller: CacheParts) -> bool:
+    def calm_since(self, moment: float, inside: Inspection) -> bool:
         """Whether storage had no fault since `moment` and earlier faults are over: since then the cache made
         all calls, and each was answered in time and correctly."""
         self.look()
-        stored = controller.storage
-        if not stored or self._faulty.injected["swap"] or controller.storage_writer.clearing:
+        if not inside.storage or self._faulty.injected["swap"] or inside.clearing:
             return False
         if not self._seen:
             return True
         settled = moment - 2 * self._limits.deadline - self._limits.cooldown
-        return self._troubled < settled and self.admits(controller)
+        return self._troubled < settled and self.admits(inside)
 
     @staticmethod
-    def admits(controller: CacheParts) -> bool:
+    def admits(inside: Inspection) -> bool:
         """Whether the breakers let every call through now."""
-        pools = controller.storage.statistics().values()
+        pools = inside.storage.statistics().values()
         return all(pool.breaker is BreakerState.CLOSED for pool in pools)
 
     def wrongly_marked(self, cache: HybridCache) -> list[str]:
@@ -179,7 +177,7 @@ class ChaosStorage:
             return []
         return [
             f"{have.count(0)} pages of {pool} are marked stored, and are not"
-            for pool, digests in marked_stored(cache)
+            for pool, digests in cache.inspect().marked_stored()
             if not all(have := self.has([pool], digests))
         ]
 

@@ -113,7 +113,7 @@ class RankMirror:
             await request.checkpoint(len(tokens), after=self._streams[0], final=final)
             # Without a free slot for its state, a prefix is published that no prompt can go on from.
             promised = durable and await request.durable()
-            return hit, resumable_tokens(request, self.cache.spec.page_size) if promised else 0
+            return hit, resumable_tokens(self.cache, request) if promised else 0
         finally:
             request.close(after=self._streams[0])
 
@@ -286,7 +286,7 @@ class PagedRankMirror(RankMirror):
 
     def _resumable(self, tokens: Sequence[int]) -> bool:
         """Whether memory has all that a later prompt needs to go on at the end of these tokens."""
-        tree = self.cache._parts.planner.state.tree  # noqa: SLF001 - the harness looks inside
+        tree = self.cache.inspect().planner.state.tree
         pages = len(tokens) // self.cache.spec.page_size
         node = tree.known_end(token_array(tokens), namespace_seed(None), pages)
         return node.end == pages and tree.restorable(node)

@@ -8,7 +8,6 @@ from asynchicache.backends.memory import MemoryStore
 from asynchicache.cache import HybridCache
 from asynchicache.pools.device import DevicePool
 from asynchicache.ranks.worker import RankWorker
-from asynchicache_lab.chaos.inside import marked_stored
 
 
 def wrong_sizes(
@@ -23,7 +22,7 @@ def wrong_sizes(
         proposed: by rank, (device, host) slots by pool.
     """
     found = []
-    every = [cache._parts.memories, *(worker._memories for worker in workers)]  # noqa: SLF001 - looks inside
+    every = [cache.inspect().memories, *(worker.memories for worker in workers)]
     for name in proposed[0]:
         least = min(one[name][0] for one in proposed), min(one[name][1] for one in proposed)
         for rank, memories in enumerate(every):
@@ -46,7 +45,7 @@ def wrongly_marked(cache: HybridCache, stores: Sequence[MemoryStore]) -> list[st
         for rank, store in enumerate(stores)
     ]
     found = []
-    for pool, pages in marked_stored(cache):
+    for pool, pages in cache.inspect().marked_stored():
         ranks = [
             rank for rank, known in enumerate(there) if not known.issuperset((pool, one) for one in pages)
         ]

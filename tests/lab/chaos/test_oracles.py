@@ -753,7 +753,7 @@ def test_a_reason_has_to_be_true(reason: MissReason, monkeypatch: pytest.MonkeyP
 
 
 def test_room_that_could_be_made_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CacheState, "make_room", lambda self, at, count: at != FULL_HOST or not count)
+    monkeypatch.setattr(CacheState, "_make_room", lambda self, at, count: at != FULL_HOST or not count)
     assert any(words.startswith("room: ") and words.endswith("are free or could be") for words in found())
 
 
