@@ -223,7 +223,7 @@ class Prefetcher:
         clock = asyncio.get_running_loop().time
         started = clock()
         try:
-            await self._wait_in_parts(prefetch, self._options.deadline(lacks))
+            reason = await self._wait_in_parts(prefetch, self._options.deadline(lacks))
         finally:
             self.waits.observe(clock() - started)
         if prefetch.gone:
@@ -231,7 +231,7 @@ class Prefetcher:
         if prefetch.ended is not None:
             self._planner.rematch(request)  # others may have published since it ended
             return
-        self._settle(prefetch)
+        self._settle(prefetch, reason)
 
     def _begin(self, request: RequestState) -> _Prefetch:
         known = _KnownPresence(self._planner.state.names)
@@ -241,15 +241,19 @@ class Prefetcher:
     def _match_again(self, request: RequestState) -> None:
         self._planner.rematch(request, prefetched=self._prefetches.was_read_for(request))
 
-    def _settle(self, prefetch: _Prefetch) -> None:
-        """A request goes on with what has arrived, in order, of what is read for it."""
+    def _settle(self, prefetch: _Prefetch, reason: MissReason = MissReason.DEADLINE) -> None:
+        """A request goes on with what has arrived, in order, of what is read for it.
+
+        `reason`: why it waits no longer, if more would come.
+        """
         request, reading = prefetch.request, prefetch.reading
         if reading is not None:
             self._executor.run(self._prefetches.settle(reading))
         self._planner.rematch(request)
-        reason = prefetch.ended
-        if reason is None:
-            reason = MissReason.HOST_CAPACITY if prefetch.lacks_room else MissReason.DEADLINE
+        if prefetch.ended is not None:
+            reason = prefetch.ended
+        elif prefetch.lacks_room:
+            reason = MissReason.HOST_CAPACITY
         # Other requests may have published meanwhile, so these reasons follow from the new match.
         derived = reason in _REASONS_OF_THE_MATCH
         request.cut(MissReason.NONE if derived else reason, prefetch.reach)
@@ -277,12 +281,13 @@ class Prefetcher:
             shorter.waiting = 0
             self._drop(shorter)
 
-    async def _wait_in_parts(self, prefetch: _Prefetch, seconds: float) -> None:
-        """Wait for a prefix, and near the end of the time for a shorter one too."""
+    async def _wait_in_parts(self, prefetch: _Prefetch, seconds: float) -> MissReason:
+        """Wait for a prefix, and near the end of the time for a shorter one too; as `_wait`."""
         share = _SHARE_OF_THE_WHOLE if self._planner.state.tree.components else 1.0
         reason = await self._wait(prefetch, seconds * share)
         if share < 1 and prefetch.ended is None and not prefetch.gone:
             await self._read_shorter(prefetch, reason, seconds * (1 - share))
+        return reason  # had it room meanwhile, it was too late for this request
 
     async def _wait(self, prefetch: _Prefetch, seconds: float) -> MissReason:
         """Wait for a reading: why it brought no more, or `DEADLINE`."""

@@ -31,6 +31,7 @@ from asynchicache_lab.chaos.shrink import Shrinker, violation_kind
 from asynchicache_lab.chaos.workload import draw_script
 
 SEEDS = (*range(13), *(200 + edge for edge in EDGES if edge < 27))
+ONCE_FOUND = (832, 1210, 1219, 1290, 1897, 3172, 4707, 9672, 30208, 31001)
 FOUND = Path(__file__).parents[2] / "data" / "chaos"
 
 
@@ -42,6 +43,10 @@ def findings() -> Findings:
 def test_no_seed_finds_a_violation(findings: Findings) -> None:
     assert [(found.seed, found.violations) for found in findings.violations] == []
     assert findings.seeds == len(SEEDS)
+
+
+def test_seeds_that_once_found_something_find_nothing() -> None:
+    assert [(found.seed, found.violations) for found in run_seeds(ONCE_FOUND).violations] == []
 
 
 def test_a_seed_does_enough(findings: Findings) -> None:

@@ -48,6 +48,7 @@ def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> No
     known = bug.name in KNOWN["chaos"]
     seeds = known_first("chaos", bug.name, range(FEW_SEEDS if known else 0))
     if found_at(bug, seeds, monkeypatch) is None:
+        assert not known, f"not found in {FEW_SEEDS} seeds"
         pytest.skip("no seed is known: `make soak` searches, scripts/planted_seeds.py writes it down")
 
 
