@@ -33,6 +33,7 @@ from asynchicache.errors import (
 )
 from asynchicache.events import PagesStored
 from asynchicache.openings import Opening, caller
+from asynchicache.options import check_kind
 from asynchicache.parts import (
     OtherRanks,
     attach_storage,
@@ -145,6 +146,14 @@ class HybridCache:
         if not isinstance(spec, ModelSpec) or not isinstance(config, CacheConfig):
             given = f"{type(spec).__name__} and {type(config).__name__}"
             raise ConfigError(f"a cache is opened with a ModelSpec and a CacheConfig, not {given}")
+        for name, part, verb, wanted in (
+            ("port", port, "run_blocking", "a Port"),
+            ("device", device, "stream", "an open device; CacheConfig(device=...) takes its name"),
+            ("engine", engine, "pages", "EngineMemory(...)"),
+            ("group", group, "agree", "a RankGroup"),
+        ):
+            if part is not None and not hasattr(part, verb):
+                raise ConfigError(f"{name}={part!r:.200} must be {wanted}")
         stack = AsyncExitStack()
         try:
             parts = await open_parts(stack, spec, config, storage, port, device, engine, group)
@@ -300,6 +309,9 @@ class HybridCache:
         made_at: str,
         hint: CacheHint,
     ) -> Request:
+        check_kind("hint", hint, CacheHint, "pass CacheHint(...)")
+        if traceparent is not None:
+            check_kind("traceparent", traceparent, str, "the W3C header of the parent span")
         if self._tracer is None:
             request = Request(self._parts, words, seed, prompt)
         else:

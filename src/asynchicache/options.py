@@ -17,7 +17,18 @@ from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, TypeAlias, cast
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    NamedTuple,
+    Self,
+    TypeAlias,
+    cast,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta
@@ -179,6 +190,43 @@ class Options(msgspec.Struct, metaclass=_OptionsMeta, frozen=True, forbid_unknow
             value, option.kind.cls
         )
         return value if made else cls.read_one(option, value)
+
+
+def check_kind(name: str, value: object, kind: type, cure: str) -> None:
+    """
+    Raises:
+        ConfigError: an argument is of another class; names it, and what to pass.
+    """
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} {value!r:.200} is a {type(value).__name__}: {cure}")
+
+
+def check_fields(record: Any, subject: str = "") -> None:
+    """Ensure that the fields of a frozen dataclass are of their types; lists become tuples.
+
+    Args:
+        record: the dataclass, in its `__post_init__`.
+        subject: what stands before a field's name in messages; ends with a space.
+
+    Raises:
+        ConfigError: names the field, its value and its type.
+    """
+    cls: Any = type(record)
+    for name, kind in _kinds_of(cls).items():
+        value = getattr(record, name)
+        if get_origin(kind) is tuple and isinstance(value, list | range):
+            value = tuple(value)
+            object.__setattr__(record, name, value)
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            words = str(error).replace("`", "").replace(" - at $", " in ")
+            raise ConfigError(f"{subject}{name} {value!r:.200}: {words[0].lower()}{words[1:]}") from None
+
+
+@cache
+def _kinds_of(cls: type) -> dict[str, Any]:
+    return {name: kind for name, kind in get_type_hints(cls).items() if not name.startswith("_")}
 
 
 class CommandOptions(Options, frozen=True):

@@ -121,6 +121,10 @@ class Coverage:
 
     pages: int | None
 
+    def __post_init__(self) -> None:
+        if self.pages is not None:
+            check_number("coverage: pages", self.pages)
+
     @property
     def trailing(self) -> bool:
         return self.pages is not None

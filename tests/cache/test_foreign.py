@@ -86,7 +86,7 @@ VERBS = {"prefetch": (), "admit": (), "reserve": (4,), "durable": (), "__aenter_
 def test_another_event_loop_is_told_so_instead_of_waiting_for_ever():
     """A server that opened its cache in one `asyncio.run` and serves in the next."""
     assert {name for name in public_coroutines() if name.startswith("HybridCache.")} == CALLS.keys()
-    known = {f"Request.{verb}" for verb in VERBS} | {"Request.__aexit__"}
+    known = {f"Request.{verb}" for verb in VERBS} | {"Request.__aexit__", "Request.__await__"}
     assert {name for name in public_coroutines() if name.startswith("Request.")} == known
 
     async def here() -> tuple[HybridCache, Request, Request, Any]:
@@ -152,8 +152,9 @@ async def test_closing_meanwhile_is_no_crash(call: str, tmp_path: Path):
         lambda request: request.suspend(16),
         lambda request: request.checkpoint(16),
         lambda request: request.advance(16),
+        lambda request: request.close(),
     ],
-    ids=["extend", "append", "suspend", "checkpoint", "advance"],
+    ids=["extend", "append", "suspend", "checkpoint", "advance", "close"],
 )
 @pytest.mark.asyncio
 async def test_a_call_from_another_thread_is_refused(call: Callable[[Request], object]):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig
 
 from asynchicache import (
     CacheBridge,
@@ -24,6 +26,7 @@ from asynchicache import (
 )
 from asynchicache.integrations.transformers.batches import stack
 from asynchicache.integrations.transformers.forward import prefill
+from asynchicache.integrations.transformers.sampling import Sampling
 from asynchicache.integrations.transformers.snapshot import new_cache
 from integrations.tiers import open_tiers
 from integrations.zoo import PAGE, random_tokens, tiny_config, tiny_model, tiny_spec
@@ -113,6 +116,27 @@ IN_A_REQUEST: dict[str, tuple[Callable[[Bed], object], str]] = {
     "no such state": (lambda bed: bed.request.state("kb"), "['mamba'], or with pages: ['kv']"),
     "no such tensor": (lambda bed: bed.cache.device_tensor("kb", "keys"), "'kv': ['keys', 'values']"),
     "with": (lambda bed: entered_by_with(bed.cache.request(PROMPT)), "`async with cache.request(...)"),
+    "await": (lambda bed: bed.cache.request(PROMPT), "`async with cache.request(...)"),
+    "hint of a mapping": (lambda bed: bed.cache.request(PROMPT, hint={"over": True}), "pass CacheHint(...)"),
+    "span of a number": (lambda bed: bed.cache.request(PROMPT, traceparent=5), "the W3C header"),
+    "prefill of floats": (lambda bed: prefill(tiny_model(NAME), bed.held, [1.5], 0, 1), "integer"),
+    "prefill of text": (lambda bed: prefill(tiny_model(NAME), bed.held, "hi", 0, 1), "tokenise it first"),
+    "prefill beyond the vocabulary": (
+        lambda bed: prefill(tiny_model(NAME), bed.held, [10**6], 0, 1),
+        "token id 1000000: the model knows",
+    ),
+    "prefill up to text": (lambda bed: prefill(tiny_model(NAME), bed.held, PROMPT, 0, "5"), "'5'"),
+    "prefill into nothing": (
+        lambda bed: prefill(tiny_model(NAME), None, PROMPT, 0, 5),
+        "pass what restore() returned",
+    ),
+    "prefill of a path": (lambda bed: prefill("folder", bed.held, PROMPT, 0, 5), "from_pretrained('folder')"),
+    "prefill of a config": (lambda bed: prefill(CONFIG, bed.held, PROMPT, 0, 5), "build the model"),
+    "row of text": (
+        lambda bed: bed.bridge.save(extended(bed), bed.held, bed.done, bed.end, row="a"),
+        "row 'a' is not among",
+    ),
+    "no such pool": (lambda bed: bed.cache.spec.pool("kb"), "['kv', 'mamba']"),
     "not entered": (lambda bed: bed.cache.request(PROMPT).load(), "use it inside `async with`"),
     "restore before load": (lambda bed: bed.bridge.restore(bed.cache.request(PROMPT)), "use it inside"),
     "restore after extend": (lambda bed: bed.bridge.restore(extended(bed)), "restore it before"),
@@ -161,6 +185,10 @@ async def done(mistake: Callable[[], object]) -> None:
         await got
 
 
+def opened_with(name: str) -> Awaitable[None]:
+    return entered(HybridCache.open(SPEC, **{name: "cpu"}))
+
+
 BEFORE_IT: dict[str, tuple[Callable[[], object], str]] = {
     "path as config": (lambda: ModelSpec.from_config("folder"), "AutoConfig.from_pretrained('folder')"),
     "Path as config": (lambda: ModelSpec.from_config(Path("folder")), "AutoConfig.from_pretrained('folder')"),
@@ -177,6 +205,52 @@ BEFORE_IT: dict[str, tuple[Callable[[], object], str]] = {
     "path to generate": (lambda: prefix_cached("folder"), "AutoModelForCausalLM.from_pretrained('folder')"),
     "config to generate": (lambda: prefix_cached(CONFIG), "build the model, and pass that"),
     "async with": (lambda: entered(prefix_cached(tiny_model(NAME))), "use `with`, or PrefixCachedModel.open"),
+    "tokenizer of text": (
+        lambda: entered(PrefixCachedModel.open(tiny_model(NAME), tokenizer="x")),
+        "AutoTokenizer.from_pretrained(folder) reads one",
+    ),
+    "tokenizer of text, to generate": (
+        lambda: prefix_cached(tiny_model(NAME), tokenizer="x"),
+        "AutoTokenizer.from_pretrained(folder) reads one",
+    ),
+    "processor as tokenizer": (
+        lambda: entered(PrefixCachedModel.open(tiny_model(NAME), tokenizer=SimpleNamespace(tokenizer=1))),
+        "pass its `tokenizer`",
+    ),
+    "config of a mapping": (
+        lambda: entered(PrefixCachedModel.open(tiny_model(NAME), config={"device_slots": {}})),
+        "pass CacheConfig(...)",
+    ),
+    "spec of text": (
+        lambda: entered(PrefixCachedModel.open(tiny_model(NAME), spec="qwen")),
+        "ModelSpec.from_config(model.config)",
+    ),
+    "limit of text": (
+        lambda: entered(PrefixCachedModel.open(tiny_model(NAME), max_running="3")),
+        "max_running '3': expected int",
+    ),
+    "chunk of text": (
+        lambda: entered(PrefixCachedModel.open(tiny_model(NAME), prefill_chunk="3")),
+        "prefill_chunk '3' must be a whole number",
+    ),
+    **{
+        f"{name} of text": (partial(opened_with, name), f"{name}='cpu' must be {wanted}")
+        for name, wanted in (
+            ("device", "an open device"),
+            ("port", "a Port"),
+            ("engine", "EngineMemory"),
+            ("group", "a RankGroup"),
+        )
+    },
+    "sampling of text": (lambda: Sampling(temperature="1"), "temperature '1': expected float"),
+    "heads that do not divide": (
+        lambda: ModelSpec.from_config(LlamaConfig(num_attention_heads=4, num_key_value_heads=3)),
+        "num_attention_heads 4 is no multiple of num_key_value_heads 3",
+    ),
+    "configuration by hand": (
+        lambda: ModelSpec.from_config(SimpleNamespace(model_type="llama")),
+        "a SimpleNamespace is no configuration",
+    ),
     "option": (lambda: CacheConfig(device_byte=1), "did you mean 'device_bytes'"),
     "size": (lambda: CacheConfig(device_bytes="64 megs"), "a size such as '10GiB'"),
     "pool": (
@@ -207,3 +281,24 @@ async def test_a_generation_is_read_by_async_for() -> None:
             with pytest.raises(CacheError, match="read by `async for`"):
                 misused(answer)
         assert len([token async for token in answer]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "cure"),
+    [
+        ({"max_new_tokens": "2"}, "max_new_tokens '2' must be a whole number"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens 2.5 must be a whole number"),
+        ({"max_new_tokens": None}, "max_new_tokens None must be a whole number"),
+        ({"stop_token_ids": 5}, "stop_token_ids 5 is a int: a collection of token ids"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids: 'a' must be a whole number"),
+        ({"sampling": {"temperature": 1}}, "pass Sampling(...)"),
+        ({"hint": {"over": True}}, "pass CacheHint(...)"),
+        ({"traceparent": 5}, "the W3C header"),
+    ],
+)
+async def test_an_option_of_a_generation(options: dict[str, Any], cure: str) -> None:
+    slots = CacheConfig(device_slots={"kv": 16, "mamba": 4}, host_slots={"kv": 16, "mamba": 4})
+    async with PrefixCachedModel.open(tiny_model(NAME), page_size=PAGE, config=slots) as served:
+        with pytest.raises(CacheError) as caught:
+            served.generate(PROMPT, **({"max_new_tokens": 2} | options))
+    assert cure in str(caught.value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from asynchicache.errors import CapacityError, ConfigError
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
-from asynchicache.types import trailing_pages
+from asynchicache.types import Coverage, trailing_pages
 
 KEYS = TensorSpec("keys", (0, 1), (2,), "uint8")
 POOL = PoolSpec("kv", (KEYS,))
@@ -18,10 +20,10 @@ POOL = PoolSpec("kv", (KEYS,))
 @pytest.mark.parametrize(
     ("layers", "shape", "sections", "words"),
     [
-        ((0.5,), (2,), (), "in layers 0.5 must be a whole number"),
-        (("a",), (2,), (), "in layers 'a' must be a whole number"),
-        ((0, 1), (1.5,), (), "in shape 1.5 must be a whole number"),
-        ((0, 1), (2,), (1.0, 1.0), "in sections 1.0 must be a whole number"),
+        ((0.5,), (2,), (), r"layers \(0.5,\): expected int, got float in \[0\]"),
+        (("a",), (2,), (), r"layers \('a',\): expected int, got str"),
+        ((0, 1), (1.5,), (), r"shape \(1.5,\): expected int, got float"),
+        ((0, 1), (2,), (1.0, 1.0), r"sections \(1.0, 1.0\): expected int, got float"),
     ],
 )
 def test_tensors_of_broken_numbers(
@@ -32,11 +34,42 @@ def test_tensors_of_broken_numbers(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "words"), [(0, "0 tokens_per_entry; 1 at least"), (1.5, "in tokens_per_entry 1.5 must be")]
+    ("tokens", "words"),
+    [(0, "0 tokens_per_entry; 1 at least"), (1.5, "tokens_per_entry 1.5: expected int")],
 )
 def test_entries_of_broken_numbers(tokens: int, words: str) -> None:
     with pytest.raises(ConfigError, match=f"tensor 'keys': {words}"):
         TensorSpec("keys", (0,), (2,), "uint8", tokens_per_entry=tokens)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: PoolSpec("kv", KEYS), "pool 'kv': tensors TensorSpec.*: expected array, got TensorSpec"),
+        (lambda: PoolSpec("kv", ("keys",)), "pool 'kv': tensors .*: expected object, got str"),
+        (lambda: PoolSpec("kv", (KEYS,), "all"), "pool 'kv': coverage 'all': expected object, got str"),
+        (lambda: PoolSpec("kv", (KEYS,), per_token=1), "pool 'kv': per_token 1: expected bool, got int"),
+        (lambda: PoolSpec("kv", (KEYS,), slots_of=3), "pool 'kv': slots_of 3: expected str"),
+        (lambda: TensorSpec("keys", 3, (2,), "uint8"), "tensor 'keys': layers 3: expected array, got int"),
+        (
+            lambda: TensorSpec("keys", (0,), (2,), torch.float32),
+            "dtype torch.float32 is none of",
+        ),
+        (lambda: ModelSpec("m", 4, "2", (POOL,)), "model 'm': layers '2': expected int, got str"),
+        (lambda: ModelSpec("m", 4, True, (POOL,)), "model 'm': layers True: expected int, got bool"),
+        (lambda: ModelSpec("m", 4, 2, POOL), "model 'm': pools PoolSpec.*: expected array"),
+        (lambda: Coverage("1"), "coverage: pages '1' must be a whole number"),
+    ],
+)
+def test_fields_of_another_type(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_lists_are_taken_as_tuples() -> None:
+    tensor = TensorSpec("keys", range(2), [2], "uint8")  # type: ignore[arg-type]
+    assert (tensor, PoolSpec("kv", [tensor])) == (KEYS, POOL)  # type: ignore[arg-type]
+    assert hash(tensor) == hash(KEYS)
 
 
 def test_pages_hold_whole_entries() -> None:

@@ -213,6 +213,18 @@ async def test_nonsense_is_failed(answer: Answer) -> None:
 
 
 @pytest.mark.asyncio
+async def test_pages_that_an_engine_could_not_store_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that answers FAILED, and does not raise, may say nothing itself."""
+    async with scene() as s:
+        s.engine.answer = lambda pages: asyncio.sleep(0, [Outcome.FAILED, *[Outcome.STORED] * (pages - 1)])
+        for _ in range(3):
+            await s.pool.put(s.keys(3), range(3))
+    assert [record.getMessage() for record in caplog.records] == [
+        "pool kv: put of 1 pages failed, of 3: the engine answers 'failed', its log may say why"
+    ]
+
+
+@pytest.mark.asyncio
 async def test_an_engine_that_cancels_itself_has_failed() -> None:
     async with scene() as s:
 

@@ -127,6 +127,8 @@ class Request:
         def __exit__(self, *error: object) -> None:
             pass
 
+        __await__ = __enter__
+
     def run_on(self, stream: Stream) -> Self:
         """Set the stream of the request's forwards; call it before entering the request.
 
@@ -150,8 +152,10 @@ class Request:
             after: one more stream that may still read or write the request's slots.
 
         Raises:
-            UsageError: `after` is not a stream of the cache's device; the request stays open.
+            UsageError: `after` is not a stream of the cache's device, or another thread or loop calls; the
+                request stays open.
         """
+        self._executor.loop.check()
         self._executor.check_stream(after)
         state, self._state, self._closed = self._state, None, True
         if state is not None:

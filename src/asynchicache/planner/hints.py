@@ -7,6 +7,7 @@ from heapq import heappop, heappush
 from math import isfinite
 
 from asynchicache.errors import ConfigError
+from asynchicache.options import check_fields
 from asynchicache.tree.keeps import HintShare
 
 MAX_KEEP_SECONDS = 3600.0
@@ -43,6 +44,7 @@ class CacheHint:
     repeats: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self, "hint ")
         if not isfinite(self.keep_seconds) or not 0 <= self.keep_seconds <= MAX_KEEP_SECONDS:
             raise ConfigError(
                 f"hint keep_seconds {self.keep_seconds} must be 0 to {MAX_KEEP_SECONDS:g} seconds"

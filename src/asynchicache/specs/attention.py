@@ -58,10 +58,17 @@ def _keys_and_values(layer: Layer, pool: PoolKind) -> tuple[LayerTensor, ...]:
     if layer.has("v_head_dim") and layer.size("v_head_dim") != _head_dim(layer):
         raise layer.unsupported("its values are not as wide as its keys")  # MiMo-V2, whose windows differ too
     heads = layer.size("num_key_value_heads" if layer.has("num_key_value_heads") else "num_attention_heads")
+    width = _head_dim(layer)
+    queries = layer.size("num_attention_heads") if layer.has("num_attention_heads") else heads
+    if queries % heads:
+        raise ConfigError(
+            f"{layer.model_type} layer {layer.index}: num_attention_heads {queries} is no multiple of "
+            f"num_key_value_heads {heads}"
+        )
     keys = LayerTensor(
         pool,
         "keys",
-        (heads, _head_dim(layer)),
+        (heads, width),
         layer.dtype,
         cut=(CutSection(heads, heads, repeats=True),),
     )

@@ -47,7 +47,7 @@ def check_config(config: object) -> None:
         raise ConfigError(
             f"{folder!r} is a path, not a configuration: AutoConfig.from_pretrained({folder!r}) reads one"
         )
-    if not hasattr(config, "model_type"):
+    if not hasattr(config, "model_type") or not hasattr(config, "to_diff_dict"):
         kind = type(config).__name__
         cure = (
             "pass its `config`"

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from asynchicache.errors import ConfigError
+from asynchicache.errors import ConfigError, UnknownPoolError
+from asynchicache.options import check_fields
 from asynchicache.specs.huggingface import describe
 from asynchicache.specs.identity import HuggingFaceConfig
 from asynchicache.specs.pools import PoolSpec
@@ -69,8 +70,8 @@ class ModelSpec:
     _by_name: dict[str, PoolSpec] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_fields(self, f"model {self.model!r}: ")
         _check_page_size(self.page_size)
-        check_number(f"model {self.model!r}: layers", self.layers)
         object.__setattr__(self, "pools", tuple(pool for pool in self.pools if pool.tensors))
         if not self.pools or self.pools[0].coverage.trailing:
             raise ConfigError(f"model {self.model!r}: the first pool must cover every page")
@@ -232,6 +233,12 @@ class ModelSpec:
         return stage_layers(self.layers, self.place.pp, layers)
 
     def pool(self, name: str) -> PoolSpec:
+        """
+        Raises:
+            UnknownPoolError: the model has no such pool.
+        """
+        if name not in self._by_name:
+            raise UnknownPoolError(f"{name!r} is none of the pools {list(self._by_name)}")
         return self._by_name[name]
 
     def depends_on(self, name: str) -> str | None:

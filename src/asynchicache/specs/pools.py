@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from asynchicache.errors import ConfigError
-from asynchicache.types import ALL_PAGES, Coverage, check_number
+from asynchicache.options import check_fields
+from asynchicache.types import ALL_PAGES, Coverage
 
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8,
@@ -74,17 +75,9 @@ class TensorSpec:
     cut: tuple[CutSection, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"tensor {self.name!r}: dtype {self.dtype!r} is none of {sorted(DTYPE_BYTES)}")
-        numbered = {
-            "layers": self.layers,
-            "shape": self.shape,
-            "sections": self.sections,
-            "tokens_per_entry": (self.tokens_per_entry,),
-        }
-        for name, numbers in numbered.items():
-            for number in numbers:
-                check_number(f"tensor {self.name!r}: in {name}", number)
+        check_fields(self, f"tensor {self.name!r}: ")
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
             raise ConfigError(f"tensor {self.name!r}: layers {self.layers} must be ascending, from 0")
         if min(self.shape, default=1) < 0:
@@ -135,6 +128,7 @@ class PoolSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise ConfigError(f"pool name {self.name!r} must be 1 to 64 of a-z, 0-9 and _")
+        check_fields(self, f"pool {self.name!r}: ")
         if not _SHARD.fullmatch(self.shard) or len(self.shard) > SHARD_BYTES:
             raise ConfigError(
                 f"pool {self.name!r}: shard {self.shard!r} must be parts such as tp1/4-cp0/2, of at most "

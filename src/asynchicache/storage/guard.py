@@ -708,7 +708,18 @@ class GuardedPool:
         """Report the result of a call to the breaker and the counters."""
         outcomes = answer if answer is not None else [Outcome.FAILED] * pages
         counts = kind.tally(outcomes)
-        if kind.feeds_breaker and counts.get(Outcome.FAILED, 0) == pages:
+        lost = counts.get(Outcome.FAILED, 0)
+        if answer is not None and lost:  # the engine did not raise
+            self._failures.warning(
+                (kind.name, Outcome.FAILED),
+                "pool %s: %s of %d pages failed, of %d: the engine answers 'failed', its log may say why",
+                self._binding.pool,
+                kind.name,
+                lost,
+                pages,
+                pages=lost,
+            )
+        if kind.feeds_breaker and lost == pages:
             self._breaker.failed()
         elif kind.feeds_breaker:
             self._breaker.succeeded(weak=not kind.moves_pages)

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from asynchicache.errors import BusyError, CapacityError, ConfigError
+from asynchicache.options import check_fields
 
 MAX_RUNNING = 32
 MAX_WAITING = 256
@@ -28,6 +29,7 @@ class AdmissionLimits:
     decode_batch: int
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.max_running < 1:
             raise ConfigError(f"max_running {self.max_running} must be 1 at least")
         if self.decode_batch < 1:

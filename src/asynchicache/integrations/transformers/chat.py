@@ -118,6 +118,16 @@ def invitations_of(tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedM
     """
     if tokenizer is None:
         return None
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        cure = (
+            "pass its `tokenizer`"
+            if hasattr(tokenizer, "tokenizer")
+            else "AutoTokenizer.from_pretrained(folder) reads one"
+        )
+        raise ConfigError(
+            f"tokenizer {tokenizer!r:.200} is a {type(tokenizer).__name__}, and not one of transformers' "
+            f"tokenizers: {cure}"
+        )
     vocabulary = model.get_input_embeddings().num_embeddings
     beyond = highest_beyond(tokenizer, vocabulary)
     if beyond:

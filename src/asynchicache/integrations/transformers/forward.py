@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from asynchicache.errors import UsageError
+from asynchicache.errors import InvalidTokensError, UsageError
+from asynchicache.integrations.transformers.weights import no_model
+from asynchicache.options import check_kind
+from asynchicache.types import as_count, token_array
 
 _FED_ONE_BY_ONE = frozenset({"jamba"})
 """Mamba-1: its scan of several tokens starts from a zero state and ignores the cached one."""
@@ -35,10 +39,27 @@ def prefill(
 
     Raises:
         UsageError: the range is empty or not within the tokens, or the cache has another length.
+        InvalidTokensError: a token is no id of the model's vocabulary.
     """
+    check_kind("model", model, torch.nn.Module, no_model(model))
+    if not isinstance(cache, DynamicCache):
+        raise UsageError(f"cache {cache!r:.200} is none of transformers: pass what restore() returned")
+    start, stop = as_count("prefill", start), as_count("prefill", stop)
     if not 0 <= start < stop <= len(tokens):
         raise UsageError(f"tokens {start} to {stop} are no range within {len(tokens)} tokens")
-    return feed(model, cache, tokens[start:stop], start)
+    piece = known_tokens(tokens[start:stop], model.get_input_embeddings().num_embeddings)
+    return feed(model, cache, piece.tolist(), start)
+
+
+def known_tokens(tokens: Iterable[int], vocabulary: int) -> array[int]:
+    """
+    Raises:
+        InvalidTokensError: as of `token_array`, or an id is outside the model's vocabulary.
+    """
+    ids = token_array(tokens)
+    if max(ids) >= vocabulary:
+        raise InvalidTokensError(f"token id {max(ids)}: the model knows {vocabulary}, from 0")
+    return ids
 
 
 def feed(model: PreTrainedModel, cache: DynamicCache, tokens: Sequence[int], start: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from asynchicache.cache import HybridCache, Request
 from asynchicache.config import CacheConfig
 from asynchicache.controller.tasks import OneLoop
-from asynchicache.errors import CapacityError, ClosedError, InvalidTokensError
+from asynchicache.errors import CapacityError, ClosedError
 from asynchicache.integrations.transformers.admission import (
     MAX_RUNNING,
     MAX_WAITING,
@@ -24,7 +24,7 @@ from asynchicache.integrations.transformers.admission import (
 )
 from asynchicache.integrations.transformers.chat import Invitations, invitations_of
 from asynchicache.integrations.transformers.decoding import Decoder, Row
-from asynchicache.integrations.transformers.forward import steady_tokens
+from asynchicache.integrations.transformers.forward import known_tokens, steady_tokens
 from asynchicache.integrations.transformers.generation import Generation, GenerationJob
 from asynchicache.integrations.transformers.prefill_runner import (
     PrefillRunner,
@@ -35,11 +35,11 @@ from asynchicache.integrations.transformers.sharing import PromptSharing
 from asynchicache.integrations.transformers.stopping import StopRule, end_tokens
 from asynchicache.integrations.transformers.weights import base_model
 from asynchicache.openings import Opening, caller
+from asynchicache.options import check_kind
 from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.ranks.joining import RankGroup
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
-from asynchicache.types import token_array
 
 
 class PrefixCachedModel:
@@ -196,9 +196,11 @@ class PrefixCachedModel:
         self._loop.check()
         if self._closed:
             raise ClosedError("the model is closed: generate inside `async with`")
-        prompt = token_array(tokens)[:]
-        if max(prompt) >= self._vocabulary:
-            raise InvalidTokensError(f"token id {max(prompt)}: the model knows {self._vocabulary}, from 0")
+        check_kind("sampling", sampling, Sampling, "pass Sampling(...)")
+        check_kind("hint", hint, CacheHint, "pass CacheHint(...)")
+        ends = self._ends if stop_token_ids is None else stop_token_ids
+        rule = StopRule(max_new_tokens, ends, stop, self._tokenizer)
+        prompt = known_tokens(tokens, self._vocabulary)[:]
         if self._steady is not None and len(prompt) + max_new_tokens > self._steady:
             raise CapacityError(
                 f"{len(prompt)} + {max_new_tokens} tokens: beyond {self._steady}, the rotary embedding of "
@@ -206,8 +208,6 @@ class PrefixCachedModel:
             )
         if self._invitations is not None and not hint.repeats:
             hint = replace(hint, repeats=self._invitations.repeated(prompt))
-        ends = self._ends if stop_token_ids is None else stop_token_ids
-        rule = StopRule(max_new_tokens, ends, stop, self._tokenizer)
         job = GenerationJob(
             prompt, sampling, rule, namespace=namespace, salt=salt, traceparent=traceparent, hint=hint
         )

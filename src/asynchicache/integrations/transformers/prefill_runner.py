@@ -21,9 +21,11 @@ from asynchicache.integrations.transformers.prefix import CachedPrefix, PrefixCo
 from asynchicache.integrations.transformers.snapshot import new_cache
 from asynchicache.integrations.transformers.thread import ModelThread
 from asynchicache.integrations.transformers.weights import ModelWeights
+from asynchicache.options import check_kind
 from asynchicache.ranks.joining import RankGroup
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
+from asynchicache.types import check_number
 
 _FEW = 16
 """One-token forwards in a row before calls of other requests run."""
@@ -210,6 +212,10 @@ async def open_prefill_runner(
         CapacityError, StorageError: as of `HybridCache.open`.
     """
     config = config or CacheConfig(device=str(model.device))
+    check_kind("config", config, CacheConfig, "pass CacheConfig(...)")
+    check_number("prefill_chunk", prefill_chunk)
+    if spec is not None:
+        check_kind("spec", spec, ModelSpec, "pass ModelSpec.from_config(model.config)")
     if spec is None:
         spec = spec_from_model(model, page_size=page_size)
     else:

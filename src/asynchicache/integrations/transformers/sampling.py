@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from asynchicache.errors import ConfigError
+from asynchicache.options import check_fields
 
 _MAX_SEED = 2**64 - 1
 _COLDEST = torch.finfo(torch.float32).tiny  # a kernel may flush a smaller number to 0
@@ -39,6 +40,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature {self.temperature} must be 0 or more, and finite")
         if not 0 < self.top_p <= 1:

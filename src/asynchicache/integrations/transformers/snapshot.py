@@ -240,8 +240,8 @@ def _write_states(
 
 def _check_row(cache: DynamicCache, row: int) -> None:
     batch = next((len(x.keys) for x in cache.layers if isinstance(x, DynamicLayer) and x.is_initialized), 0)
-    if not 0 <= row < batch:
-        raise UsageError(f"row {row} is not among the cache's {batch} sequences")
+    if not isinstance(row, int) or not 0 <= row < batch:
+        raise UsageError(f"row {row!r} is not among the cache's {batch} sequences")
 
 
 # To a cache

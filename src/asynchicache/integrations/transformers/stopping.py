@@ -8,6 +8,8 @@ from typing import Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from asynchicache.errors import UsageError
+from asynchicache.options import check_kind
+from asynchicache.types import check_number
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -35,11 +37,15 @@ class StopRule:
         strings: Sequence[str] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
+        check_number("max_new_tokens", max_new_tokens)
+        check_kind("stop_token_ids", token_ids, Collection, "a collection of token ids")
+        for token in token_ids:
+            check_number("stop_token_ids:", token)
         if max_new_tokens < 1:
             raise UsageError(f"max_new_tokens {max_new_tokens} must be 1 at least")
         if strings and tokenizer is None:
             raise UsageError("stop strings need a tokenizer: give one to PrefixCachedModel.open")
-        if isinstance(strings, str) or not all(strings):
+        if not all(isinstance(text, str) and text for text in strings) or isinstance(strings, str):
             raise UsageError(f"stop {strings!r} must be a list of strings, none of them empty")
         self.max_new_tokens = max_new_tokens
         self._ids = frozenset(token_ids)

@@ -41,15 +41,15 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     if isinstance(model, PreTrainedModel):
         return model
     if not hasattr(model, "get_base_model"):
-        raise ConfigError(_no_model(model))
+        raise ConfigError(no_model(model))
     check_adapters(model)
     base = cast("Any", model).get_base_model()
     if not isinstance(base, PreTrainedModel):
-        raise ConfigError(_no_model(base))
+        raise ConfigError(no_model(base))
     return base
 
 
-def _no_model(given: object) -> str:
+def no_model(given: object) -> str:
     if isinstance(given, str | PathLike):
         folder = str(given)
         return f"{folder!r} is a path, not a model: AutoModelForCausalLM.from_pretrained({folder!r}) loads it"
