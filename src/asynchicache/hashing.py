@@ -94,7 +94,7 @@ def namespace_id(seed: bytes) -> bytes:
     Args:
         seed: `namespace_seed` of it.
     """
-    return seed[:NAMESPACE_BYTES] or NO_NAMESPACE
+    return seed[:NAMESPACE_BYTES].ljust(NAMESPACE_BYTES, b"\0")
 
 
 def _utf8(what: str, text: str) -> bytes:

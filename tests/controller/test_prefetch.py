@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asynchicache.controller.prefetch import _KnownPresence
+from asynchicache.controller.prefetcher import _KnownPresence
 from asynchicache.controller.storage_pools import StoragePools, StoredPool, linger, worst_outcomes
 from asynchicache.errors import ClosedError, ConfigError
 from asynchicache.planner.options import PrefetchOptions

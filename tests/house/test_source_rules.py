@@ -29,7 +29,7 @@ MAX_FUNCTION_LINES = 60
 TASK_BOUNDARIES = {
     "asynchicache/backends/file/writer.py",
     "asynchicache/backends/redis/pool.py",
-    "asynchicache/controller/prefetch.py",
+    "asynchicache/controller/prefetcher.py",
     "asynchicache/controller/tasks.py",
     "asynchicache/integrations/bridge.py",
     "asynchicache/integrations/transformers/decoding.py",

@@ -12,9 +12,9 @@ from asynchicache.planner import backup
 from asynchicache.planner.actions import StorageWrite
 from asynchicache.planner.backup import BackupPlanner
 from asynchicache.transfer.plan import Direction
-from asynchicache.tree import copies
-from asynchicache.tree.copies import CopyRequest
+from asynchicache.tree import tier_copies
 from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, Node, SlotPlace, place_of
+from asynchicache.tree.tier_copies import CopyRequest
 from asynchicache.types import Tier, WritePolicy, token_array
 from controller.simulation import Simulation
 
@@ -393,7 +393,7 @@ def test_paths_that_somebody_waits_for_get_host_slots_in_turn() -> None:
 def test_a_path_longer_than_the_host_waits_for_no_room() -> None:
     sim = simulation(kv=(64, 3))
     node = published(sim, list(range(8)))
-    assert copies.missing_on_host(sim.planner.state.tree, node)
+    assert tier_copies.missing_on_host(sim.planner.state.tree, node)
     assert not writer(sim).lacks_room(node)
 
 

@@ -12,8 +12,8 @@ from asynchicache.planner.actions import Copy
 from asynchicache.planner.load import by_place
 from asynchicache.planner.request_state import RequestState
 from asynchicache.transfer.plan import Direction
-from asynchicache.tree.copies import CopyRequest
 from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, Node, place_of
+from asynchicache.tree.tier_copies import CopyRequest
 from asynchicache.types import MissReason, Tier, WritePolicy
 from controller.simulation import Simulation
 

@@ -8,11 +8,11 @@ from itertools import count, islice
 
 import pytest
 
-from asynchicache.tree import copies, verify
-from asynchicache.tree.copies import CopyRequest, TierCopy
+from asynchicache.tree import tier_copies, verify
 from asynchicache.tree.eviction import Evicted, evict
 from asynchicache.tree.node import TIERS, Node, SlotPlace, place_of
 from asynchicache.tree.radix_tree import Inserted, Match, Pages, PathLease, UnifiedRadixTree
+from asynchicache.tree.tier_copies import CopyRequest, TierCopy
 from asynchicache.types import Tier, trailing_pages
 
 PAGE = 2
@@ -99,7 +99,7 @@ class Bed:
 
     def save(self, word: str) -> TierCopy:
         """Begin to copy what the path to `word` lacks on the host."""
-        return self.begin(Tier.HOST, copies.missing_on_host(self.tree, self.node(word)))
+        return self.begin(Tier.HOST, tier_copies.missing_on_host(self.tree, self.node(word)))
 
     def load(self, word: str) -> TierCopy:
         """Begin to copy what a prefix that ends with `word` lacks on the device."""
@@ -109,14 +109,14 @@ class Bed:
             for component in self.tree.components
             if not component.paged and component.tier(node) is Tier.HOST
         ]
-        return self.begin(Tier.DEVICE, [*copies.missing_on_device(self.tree, node), *states])
+        return self.begin(Tier.DEVICE, [*tier_copies.missing_on_device(self.tree, node), *states])
 
     def begin(self, tier: Tier, wanted: list[CopyRequest]) -> TierCopy:
         given = [(want, self.slots(TIERS * want.component_id + tier, want.size)) for want in wanted]
-        return copies.begin(self.tree, tier, given)
+        return tier_copies.begin(self.tree, tier, given)
 
     def finish(self, tier_copy: TierCopy, *, arrived: bool = True) -> dict[int, list[int]]:
-        return copies.finish(self.tree, tier_copy, arrived=arrived)
+        return tier_copies.finish(self.tree, tier_copy, arrived=arrived)
 
     def add_saved(self, word: str, *, states: Iterable[int] = (), windows: int | None = None) -> Node:
         """Pages, and states at their end, on the device and on the host."""

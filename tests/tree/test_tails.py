@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from asynchicache.tree import copies, tails, verify
+from asynchicache.tree import tails, tier_copies, verify
 from asynchicache.tree.eviction import evict
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, Node, place_of
 from asynchicache.tree.radix_tree import Pages, PathLease, UnifiedRadixTree
@@ -63,9 +63,9 @@ class Bed:
 
     def save(self, node: Node) -> None:
         """Copy the path to a node to the host."""
-        wanted = copies.missing_on_host(self.tree, node)
+        wanted = tier_copies.missing_on_host(self.tree, node)
         batch = [(want, [next(self._slots) for _ in range(want.size)]) for want in wanted]
-        copies.finish(self.tree, copies.begin(self.tree, Tier.HOST, batch), arrived=True)
+        tier_copies.finish(self.tree, tier_copies.begin(self.tree, Tier.HOST, batch), arrived=True)
 
     def check(self) -> None:
         assert verify.problems(self.tree, []) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asynchicache.tree import copies
+from asynchicache.tree import tier_copies
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, LOADING, RESIDENT, SAVING
 from asynchicache.types import Tier
 
@@ -42,7 +42,7 @@ def test_saving_brings_the_parents_along(hybrid):
     hybrid.add("ab", states=[1])
     hybrid.add("abcd", states=[1])
 
-    wanted = copies.missing_on_host(hybrid.tree, hybrid.node("abcd"))
+    wanted = tier_copies.missing_on_host(hybrid.tree, hybrid.node("abcd"))
 
     assert [(hybrid.word(want.node), want.component_id, want.size) for want in wanted] == [
         ("ab", FULL, 2), ("ab", 1, 1), ("abcd", FULL, 2), ("abcd", 1, 1),
@@ -52,18 +52,18 @@ def test_saving_brings_the_parents_along(hybrid):
 def test_what_is_saved_or_being_saved_is_not_wanted_again(hybrid):
     hybrid.add("ab", states=[1])
     tier_copy = hybrid.save("ab")
-    assert copies.missing_on_host(hybrid.tree, hybrid.node("ab")) == []
+    assert tier_copies.missing_on_host(hybrid.tree, hybrid.node("ab")) == []
 
     hybrid.finish(tier_copy)
 
-    assert copies.missing_on_host(hybrid.tree, hybrid.node("ab")) == []
+    assert tier_copies.missing_on_host(hybrid.tree, hybrid.node("ab")) == []
 
 
 def test_what_is_arriving_itself_is_saved_another_time(hybrid):
     lease = hybrid.lock("")
     hybrid.insert(lease, "ab", states=[1], arriving=True)
 
-    wanted = copies.missing_on_host(hybrid.tree, hybrid.node("ab"))
+    wanted = tier_copies.missing_on_host(hybrid.tree, hybrid.node("ab"))
 
     assert [want.component_id for want in wanted] == [FULL]
     lease.close()
@@ -74,7 +74,7 @@ def test_loading_wants_the_host_only_end_of_the_path(bed):
     bed.add_host("abcd", after="ab")
     bed.add_host("abcdef", after="abcd")
 
-    wanted = copies.missing_on_device(bed.tree, bed.node("abcdef"))
+    wanted = tier_copies.missing_on_device(bed.tree, bed.node("abcdef"))
 
     assert [bed.word(want.node) for want in wanted] == ["abcd", "abcdef"]
 
@@ -218,7 +218,7 @@ def test_pages_under_an_arriving_state_go_when_what_they_stand_on_fails(hybrid):
     load = hybrid.load("ab")
     lease = hybrid.lock("ab")
     node = hybrid.insert(lease, "abcd", states=[1], arriving=True).node
-    arrival = copies.begin_arrival(hybrid.tree, node, [1])
+    arrival = tier_copies.begin_arrival(hybrid.tree, node, [1])
 
     lost = hybrid.finish(load, arrived=False)
     hybrid.check([lease], [arrival])
@@ -285,7 +285,7 @@ def test_both_copies_of_a_page_can_be_lost(bed):
 def test_a_state_arrives(hybrid):
     lease = hybrid.lock("")
     node = hybrid.insert(lease, "ab", states=[1], arriving=True).node
-    tier_copy = copies.begin_arrival(hybrid.tree, node, [1])
+    tier_copy = tier_copies.begin_arrival(hybrid.tree, node, [1])
     lease.close()
     assert hybrid.evict(FULL_DEVICE).slots == {}
     hybrid.check(tier_copies=[tier_copy])
@@ -299,7 +299,7 @@ def test_a_state_arrives(hybrid):
 def test_a_state_that_never_arrives_is_a_tombstone(hybrid):
     with hybrid.lock("") as lease:
         node = hybrid.insert(lease, "ab", states=[1], arriving=True).node
-        tier_copy = copies.begin_arrival(hybrid.tree, node, [1])
+        tier_copy = tier_copies.begin_arrival(hybrid.tree, node, [1])
 
     assert hybrid.finish(tier_copy, arrived=False) == {STATE_DEVICE: [0]}
 
@@ -309,9 +309,9 @@ def test_a_state_that_never_arrives_is_a_tombstone(hybrid):
 
 def test_a_flight_keeps_what_it_is_told_to(hybrid):
     hybrid.add("ab", states=[1])
-    tier_copy = copies.begin(hybrid.tree, Tier.DEVICE, [])
+    tier_copy = tier_copies.begin(hybrid.tree, Tier.DEVICE, [])
 
-    copies.keep(hybrid.tree, tier_copy, [(hybrid.node("ab"), STATE_DEVICE)])
+    tier_copies.keep(hybrid.tree, tier_copy, [(hybrid.node("ab"), STATE_DEVICE)])
     assert hybrid.evict(STATE_DEVICE).slots == {}
     hybrid.check(tier_copies=[tier_copy])
     hybrid.finish(tier_copy)
@@ -322,6 +322,6 @@ def test_a_flight_keeps_what_it_is_told_to(hybrid):
 def test_a_wanted_state_takes_one_slot(hybrid):
     node = hybrid.add("abcd", states=[1])
 
-    assert copies.CopyRequest(node, FULL).size == 4
-    assert copies.CopyRequest(node, 1).size == 1
-    assert copies.begin(hybrid.tree, Tier.HOST, []).locks == []
+    assert tier_copies.CopyRequest(node, FULL).size == 4
+    assert tier_copies.CopyRequest(node, 1).size == 1
+    assert tier_copies.begin(hybrid.tree, Tier.HOST, []).locks == []

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from asynchicache.pools.allocator import SlotAllocator
-from asynchicache.tree import copies, verify
-from asynchicache.tree.copies import CopyRequest, TierCopy
+from asynchicache.tree import tier_copies, verify
 from asynchicache.tree.eviction import evict
 from asynchicache.tree.node import (
     ABSENT,
@@ -35,6 +34,7 @@ from asynchicache.tree.node import (
     tier_of,
 )
 from asynchicache.tree.radix_tree import Inserted, Pages, PathLease, UnifiedRadixTree
+from asynchicache.tree.tier_copies import CopyRequest, TierCopy
 from asynchicache.types import Tier, trailing_pages
 from tree.model import PAGE, Copy, Key, Lock, Model, Page, Slots
 
@@ -162,20 +162,20 @@ class Twins:
             filled=[(key, place_of(component_id, Tier.DEVICE)) for component_id in component_ids],
             locks=[Lock((self.model.page(key),), FULL_DEVICE)] * len(component_ids),
         )
-        self.launch(copies.begin_arrival(self.tree, node, component_ids), copy)
+        self.launch(tier_copies.begin_arrival(self.tree, node, component_ids), copy)
 
     def save(self) -> None:
         held = self.holder(lambda held: any(self.unsaved(held.key)))
         if held is None:
             return
-        wanted = copies.missing_on_host(self.tree, held.lease.node)
+        wanted = tier_copies.missing_on_host(self.tree, held.lease.node)
         for component_id in range(self.tree.width):
             self.make_room(
                 place_of(component_id, Tier.HOST),
                 sum(w.size for w in wanted if w.component_id == component_id),
             )
         if self.alive(held):  # a lease on the device does not keep host copies: ask again
-            wanted = copies.missing_on_host(self.tree, held.lease.node)
+            wanted = tier_copies.missing_on_host(self.tree, held.lease.node)
             assert self.pages_of(wanted) == list(self.unsaved(held.key))
             self.begin(Tier.HOST, wanted)
 
@@ -184,7 +184,7 @@ class Twins:
         if held is None:
             return
         node = held.lease.node
-        wanted = copies.missing_on_device(self.tree, node)
+        wanted = tier_copies.missing_on_device(self.tree, node)
         wanted += [
             CopyRequest(node, component.id)
             for component in self.tree.components
@@ -296,7 +296,7 @@ class Twins:
             )
             if want.component_id:
                 copy.locks += [Lock((end,), FULL_DEVICE), Lock((end,), FULL_HOST)]
-        self.launch(copies.begin(self.tree, tier, given), copy)
+        self.launch(tier_copies.begin(self.tree, tier, given), copy)
 
     def launch(self, tier_copy: TierCopy, copy: Copy) -> None:
         self.model.lock(copy.locks)
@@ -308,7 +308,7 @@ class Twins:
             return
         tier_copy, copy = self.tier_copies.pop(self.random.randrange(len(self.tier_copies)))
         arrived = self.random.random() < 0.6
-        lost = copies.finish(self.tree, tier_copy, arrived=arrived)
+        lost = tier_copies.finish(self.tree, tier_copy, arrived=arrived)
         assert as_sets(lost) == as_sets(self.model.end(copy, arrived=arrived))
         self.release(lost)
 

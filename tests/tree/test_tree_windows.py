@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from asynchicache.tree import copies
-from asynchicache.tree.copies import CopyRequest
+from asynchicache.tree import tier_copies
 from asynchicache.tree.node import FULL, FULL_DEVICE, FULL_HOST, SlotPlace, place_of
 from asynchicache.tree.radix_tree import Pages
+from asynchicache.tree.tier_copies import CopyRequest
 from asynchicache.types import Tier
 
 WINDOW, STATE = 1, 1
@@ -202,7 +202,7 @@ def test_a_lease_that_moves_on_keeps_both_windows_until_told(sliding):
         sliding.insert(lease, "abcdefg", windows=3)
         sliding.evict(DEVICE)
         assert windowed(sliding) >= {"abc", "abcd", "abcdef", "abcdefg"}  # a forward may read all of it
-        behind: copies.Locks = []
+        behind: tier_copies.Locks = []
         sliding.tree.drop_behind(lease, WINDOW, 4, behind)
         sliding.evict(DEVICE)
         assert {"abc", "abcd"} <= windowed(sliding)
@@ -312,7 +312,7 @@ def test_exactly_the_missing_window_is_loaded(sliding):
     sliding.evict(FULL_DEVICE)
 
     with sliding.lock("abcdef") as lease:
-        wanted = copies.missing_on_device(sliding.tree, lease.node)
+        wanted = tier_copies.missing_on_device(sliding.tree, lease.node)
         sizes = {n: sum(w.size for w in wanted if w.component_id == n) for n in (FULL, WINDOW)}
         assert sizes == {FULL: 6, WINDOW: 3}
         tier_copy = sliding.begin(Tier.DEVICE, wanted)
@@ -330,7 +330,7 @@ def test_a_window_half_on_the_device_is_completed(sliding):
         sliding.insert(lease, "abcdef", windows=1)
 
     with sliding.lock("abcdef") as lease:
-        wanted = copies.missing_on_device(sliding.tree, lease.node)
+        wanted = tier_copies.missing_on_device(sliding.tree, lease.node)
 
         assert wanted == [CopyRequest(sliding.node("abcde"), WINDOW)]
 

@@ -13,7 +13,7 @@ from asynchicache.controller.event_hub import EventHub
 from asynchicache.controller.executor import Executor
 from asynchicache.controller.hit_counters import HitCounters
 from asynchicache.controller.namespaces import Namespaces
-from asynchicache.controller.prefetch import Prefetcher
+from asynchicache.controller.prefetcher import Prefetcher
 from asynchicache.controller.presence_queries import PresenceQueries
 from asynchicache.controller.recorder import TraceRecorder
 from asynchicache.controller.storage_pools import StoragePools

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from asynchicache.planner.request_state import RequestState
 from asynchicache.tracing import Span, Tracer
-from asynchicache.tree.copies import TierCopy
 from asynchicache.tree.node import Locks, Node
+from asynchicache.tree.tier_copies import TierCopy
 from asynchicache.types import Direction, PoolTransfer
 
 PoolTransfers = list[PoolTransfer]

@@ -12,8 +12,7 @@ from asynchicache.planner.actions import Copy, StorageWrite, StoredSpan
 from asynchicache.planner.activity import Activity
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
-from asynchicache.tree import copies
-from asynchicache.tree.copies import CopyRequest
+from asynchicache.tree import tier_copies
 from asynchicache.tree.node import (
     ABSENT,
     FULL,
@@ -28,6 +27,7 @@ from asynchicache.tree.node import (
     component_of,
     place_of,
 )
+from asynchicache.tree.tier_copies import CopyRequest
 from asynchicache.types import Direction, Tier, WritePolicy
 
 _SELECTIVE_HITS = 2
@@ -153,7 +153,7 @@ class BackupPlanner:
         free = self._state.free
         if not free[FULL_HOST].capacity:
             return []  # windows and states need the full pages on the host too
-        missing = copies.missing_on_host(self._tree, node)
+        missing = tier_copies.missing_on_host(self._tree, node)
         return [want for want in missing if free[place_of(want.component_id, Tier.HOST)].capacity]
 
     def lacks_room(self, node: Node) -> bool:
@@ -202,7 +202,7 @@ class BackupPlanner:
 
         Backing up only the ancestors could make two paths evict each other's forever.
         """
-        if want.node.parent is None or not copies.is_unsaved(want.node, want.component_id):
+        if want.node.parent is None or not tier_copies.is_unsaved(want.node, want.component_id):
             return []
         wanted = self._with_unsaved_ancestors(want)
         if self._have_room(wanted):
@@ -216,7 +216,7 @@ class BackupPlanner:
         upper half without a host copy, and a host copy needs its ancestors on the host."""
         parts = [want]
         above = want.node.parent if want.component_id == FULL else want.node
-        while above is not None and above.parent is not None and copies.is_unsaved(above, FULL):
+        while above is not None and above.parent is not None and tier_copies.is_unsaved(above, FULL):
             parts.append(CopyRequest(above, FULL))
             above = above.parent
         return parts[::-1]

@@ -14,10 +14,10 @@ from asynchicache.planner.actions import Copy
 from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
-from asynchicache.tree import copies
+from asynchicache.tree import tier_copies
 from asynchicache.tree.components import WindowComponent
-from asynchicache.tree.copies import CopyRequest
 from asynchicache.tree.node import ABSENT, FULL, FULL_HOST, Locks, Node, place_of
+from asynchicache.tree.tier_copies import CopyRequest
 from asynchicache.types import Direction, MissReason, PoolTransfer, Tier
 
 NamedPages = Mapping[str, Sequence[int | None]]
@@ -88,7 +88,7 @@ class EnginePlanner:
         request.tier = self._tier(request, node, transfers)
         self._count_sources(request, node, transfers)
         copy = Copy(Direction.LOAD, [], self._state.begin(Tier.DEVICE, []))
-        copies.keep(self._tree, copy.tier_copy, locks)
+        tier_copies.keep(self._tree, copy.tier_copy, locks)
         for component_id, (sources, destinations) in transfers.items():
             copy.transfers += self._state.transfers(component_id, sources, destinations)
             self._loading.update((self._state.names[component_id], page) for page in destinations)

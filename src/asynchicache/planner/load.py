@@ -13,8 +13,7 @@ from asynchicache.planner.actions import Copy
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.planner.windows import WindowPlanner
-from asynchicache.tree import copies, tails
-from asynchicache.tree.copies import CopyRequest
+from asynchicache.tree import tails, tier_copies
 from asynchicache.tree.node import (
     ABSENT,
     FULL,
@@ -28,6 +27,7 @@ from asynchicache.tree.node import (
     tier_of,
 )
 from asynchicache.tree.radix_tree import device_end
+from asynchicache.tree.tier_copies import CopyRequest
 from asynchicache.types import Direction, MissReason, Tier
 
 
@@ -61,7 +61,7 @@ class LoadPlanner:
         """
         request.loaded = True
         node = request.lease.node
-        wanted = copies.missing_on_device(self._tree, node)
+        wanted = tier_copies.missing_on_device(self._tree, node)
         self._keep_on_device(request, device_end(node))  # another request may have loaded it since the match
         self.keep_tail(request)  # and more of it may be there
         has_states = self.take_states(request)
@@ -226,7 +226,7 @@ class LoadPlanner:
             load.transfers += state.transfers(
                 want.component_id, want.node.slots_at(place_of(want.component_id, Tier.HOST)), slots
             )
-        fork = Copy(Direction.FORK, [], copies.TierCopy(Tier.DEVICE))
+        fork = Copy(Direction.FORK, [], tier_copies.TierCopy(Tier.DEVICE))
         end = self._end(request, node)
         for component_id, slot in request.states.items() if end.parent is not None else ():
             self._load_own(end, component_id, slot, load, fork)
@@ -247,7 +247,7 @@ class LoadPlanner:
         tier = tier_of(place)
         copy = fork if tier is Tier.DEVICE else load
         copy.transfers += self._state.transfers(component_id, node.slots_at(place)[:1], [slot])
-        copies.keep(self._tree, copy.tier_copy, [(node, place), (node, place_of(FULL, tier))])
+        tier_copies.keep(self._tree, copy.tier_copy, [(node, place), (node, place_of(FULL, tier))])
 
     def _keep_on_device(self, request: RequestState, node: Node) -> None:
         """Lock the prefix on the device with the lease: the request reads it there from now on."""

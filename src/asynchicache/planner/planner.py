@@ -28,7 +28,7 @@ from asynchicache.planner.tail_ends import TailPlanner
 from asynchicache.planner.windows import WindowPlanner
 from asynchicache.pools.extents import ExtentPlan
 from asynchicache.specs import ModelSpec
-from asynchicache.tree import copies, tails
+from asynchicache.tree import tails, tier_copies
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Keep, Node, SlotPlace, place_of, tier_of
 from asynchicache.tree.policies import Use
 from asynchicache.tree.radix_tree import Match
@@ -348,7 +348,7 @@ class Planner:
             CapacityError: not enough can be evicted.
         """
         node = request.lease.node
-        missing = by_place(copies.missing_on_device(self._tree, node))
+        missing = by_place(tier_copies.missing_on_device(self._tree, node))
         if request.tail is not None:
             missing = self.loads.with_tail(missing)
         kept = self.loads.on_device(node)  # others may have loaded it since the match, and released it
@@ -513,7 +513,7 @@ class Planner:
                 taken.append(component_id)
         if not taken:
             return None
-        tier_copy = copies.begin_arrival(self._tree, node, taken)
+        tier_copy = tier_copies.begin_arrival(self._tree, node, taken)
         self.state.tier_copies.append(tier_copy)
         publishes = node if self.backups.due(node) else None
         return Copy(Direction.FORK, forks, tier_copy, publishes=publishes).serve(request)
@@ -542,7 +542,7 @@ class Planner:
         ended = error is None or isinstance(error, CopyEndedError)
         if not ended:
             self.state.condemn(copy.direction.destination, copy.transfers)
-        lost = copies.finish(self._tree, copy.tier_copy, arrived=error is None)
+        lost = tier_copies.finish(self._tree, copy.tier_copy, arrived=error is None)
         for place, slots in lost.items():
             self.state.give_back(place, slots, poisoned=not (ended and self.state.host_only))
         if self.state.host_only and copy.direction is Direction.LOAD:

@@ -29,7 +29,6 @@ from asynchicache.planner.state import CacheState
 from asynchicache.storage import hits
 from asynchicache.tree import tails
 from asynchicache.tree.components import Component, prefix_locks
-from asynchicache.tree.copies import missing_on_host
 from asynchicache.tree.node import (
     ABSENT,
     FULL,
@@ -42,6 +41,7 @@ from asynchicache.tree.node import (
     place_of,
 )
 from asynchicache.tree.radix_tree import Pages, device_end
+from asynchicache.tree.tier_copies import missing_on_host
 from asynchicache.types import ALL_PAGES, MissReason, Outcome, Tier
 
 READ_AHEAD_SHARE = 0.875

@@ -20,9 +20,8 @@ from asynchicache.pools.extents import ExtentAllocator, ExtentMemory, ExtentPlan
 from asynchicache.pools.sizing import pool_bytes
 from asynchicache.specs import ModelSpec
 from asynchicache.tracing import Tracer
-from asynchicache.tree import copies, eviction
+from asynchicache.tree import eviction, tier_copies
 from asynchicache.tree.components import WindowComponent
-from asynchicache.tree.copies import CopyRequest, TierCopy
 from asynchicache.tree.eviction import MAX_VICTIMS
 from asynchicache.tree.keeps import HintShare
 from asynchicache.tree.node import (
@@ -38,6 +37,7 @@ from asynchicache.tree.node import (
     tier_of,
 )
 from asynchicache.tree.radix_tree import UnifiedRadixTree
+from asynchicache.tree.tier_copies import CopyRequest, TierCopy
 from asynchicache.tree.verify import problems
 from asynchicache.types import KEY_WORDS, PoolTransfer, Tier, WritePolicy
 
@@ -517,7 +517,7 @@ class CacheState:
         return [PoolTransfer(pool, sources, destinations) for pool in self.sharing(component_id)]
 
     def begin(self, tier: Tier, batch: list[tuple[CopyRequest, list[int]]]) -> TierCopy:
-        tier_copy = copies.begin(self.tree, tier, batch)
+        tier_copy = tier_copies.begin(self.tree, tier, batch)
         self.tier_copies.append(tier_copy)
         return tier_copy
 

@@ -6,10 +6,10 @@ from asynchicache.planner.actions import Copy
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.state import CacheState
 from asynchicache.planner.windows import WindowPlanner
-from asynchicache.tree import copies, tails
-from asynchicache.tree.copies import remove_if_dead
+from asynchicache.tree import tails, tier_copies
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, RESIDENT, Node
 from asynchicache.tree.tails import Tail
+from asynchicache.tree.tier_copies import remove_if_dead
 from asynchicache.types import Direction
 
 
@@ -98,7 +98,7 @@ class TailPlanner:
         slots = state.free[FULL_DEVICE].allocate(1)
         tail = tails.add(self._tree, node, request.tokens[:length], slots[0], arriving=True)
         tails.use(self._tree, Tail(tail, tail.tail), request.lease.use)
-        tier_copy = copies.begin_arrival(self._tree, tail, [FULL])
+        tier_copy = tier_copies.begin_arrival(self._tree, tail, [FULL])
         state.tier_copies.append(tier_copy)
         transfers = state.transfers(FULL, [request.pages[node.end]], slots)
         return tail, Copy(Direction.FORK, transfers, tier_copy).serve(request)

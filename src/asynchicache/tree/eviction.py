@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asynchicache.tree.copies import remove_if_dead
 from asynchicache.tree.node import (
     FULL_DEVICE,
     FULL_HOST,
@@ -23,6 +22,7 @@ from asynchicache.tree.node import (
     tier_of,
 )
 from asynchicache.tree.radix_tree import UnifiedRadixTree
+from asynchicache.tree.tier_copies import remove_if_dead
 from asynchicache.types import Tier
 
 MAX_VICTIMS = 1 << 62

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from asynchicache.hashing import page_digests
-from asynchicache.tree.copies import TierCopy
 from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, RESIDENT, Node, place_of, tier_of
 from asynchicache.tree.radix_tree import PathLease, UnifiedRadixTree
 from asynchicache.tree.tails import padded
+from asynchicache.tree.tier_copies import TierCopy
 
 
 def problems(
@@ -20,7 +20,7 @@ def problems(
     Args:
         tree: the tree.
         leases: every open lease, or None if the caller does not know them: locks are not checked then.
-        tier_copies: every copy in flight (`copies.TierCopy`), which lock nodes as well.
+        tier_copies: every copy in flight (`tier_copies.TierCopy`), which lock nodes as well.
     """
     found: list[str] = []
     roots = [(seed.hex(), root) for seed, root in tree.roots.items()]

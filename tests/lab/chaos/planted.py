@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from asynchicache.controller.executor import Executor
-from asynchicache.controller.prefetch import Prefetcher
+from asynchicache.controller.prefetcher import Prefetcher
 from asynchicache.controller.request import Request
 from asynchicache.controller.storage_writer import StorageWriter
 from asynchicache.hashing import namespace_seed, page_digests, pool_fingerprint
@@ -37,7 +37,7 @@ from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.audit import AuditSample
 from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.fences import Fence
-from asynchicache.tree import copies, tails
+from asynchicache.tree import tails, tier_copies
 from asynchicache.tree.keeps import HintShare
 from asynchicache.tree.node import FULL, FULL_HOST, RESIDENT, Node, SlotPlace, place_of
 from asynchicache.tree.radix_tree import PathLease, UnifiedRadixTree
@@ -213,12 +213,12 @@ def published_window_is_anybodys(patch: Patch) -> None:
 def copies_are_told_apart_by_value(patch: Patch) -> None:
     """The one that ends takes another one off the list that keeps the same."""
 
-    def alike(self: copies.TierCopy, other: object) -> bool:
-        if not isinstance(other, copies.TierCopy):
+    def alike(self: tier_copies.TierCopy, other: object) -> bool:
+        if not isinstance(other, tier_copies.TierCopy):
             return False
         return (self.tier, self.pending, self.locks) == (other.tier, other.pending, other.locks)
 
-    patch.setattr(copies.TierCopy, "__eq__", alike)
+    patch.setattr(tier_copies.TierCopy, "__eq__", alike)
 
 
 @bug
@@ -443,7 +443,7 @@ def old_snapshot_published_for_a_new_length(patch: Patch) -> None:
         planned = snapshot(self, state, length)
         if had and planned:
             self.state.tier_copies.remove(planned[0].tier_copy)
-            copies.finish(self._tree, planned[0].tier_copy, arrived=True)
+            tier_copies.finish(self._tree, planned[0].tier_copy, arrived=True)
             state.users -= 1
             return []
         return planned

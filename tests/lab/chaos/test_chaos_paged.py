@@ -9,7 +9,7 @@ import pytest
 
 from asynchicache.planner.engine import EnginePlanner
 from asynchicache.transfer.engine import TransferEngine
-from asynchicache.tree import copies
+from asynchicache.tree import tier_copies
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache_lab.chaos.run import run_script
 from asynchicache_lab.chaos.search import quick_collection, run_seeds, script_of
@@ -35,7 +35,7 @@ def visible_before_the_bytes(patch: Patch) -> None:
 
 
 def load_does_not_keep_its_host_pages(patch: Patch) -> None:
-    patch.setattr(copies, "keep", lambda tree, tier_copy, locks: None)
+    patch.setattr(tier_copies, "keep", lambda tree, tier_copy, locks: None)
 
 
 def backup_reads_before_the_forward(patch: Patch) -> None:
@@ -57,8 +57,10 @@ def pages_named_from_the_left(patch: Patch) -> None:
 
 
 def failed_backup_stays(patch: Patch) -> None:
-    finish = copies.finish
-    patch.setattr(copies, "finish", lambda tree, tier_copy, *, arrived: finish(tree, tier_copy, arrived=True))
+    finish = tier_copies.finish
+    patch.setattr(
+        tier_copies, "finish", lambda tree, tier_copy, *, arrived: finish(tree, tier_copy, arrived=True)
+    )
 
 
 def windows_are_saved_in_the_wrong_order(patch: Patch) -> None:

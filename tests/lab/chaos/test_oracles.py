@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynchicache.controller.prefetch import Prefetcher
+from asynchicache.controller.prefetcher import Prefetcher
 from asynchicache.hashing import ObjectKey
 from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.load import LoadPlanner
