@@ -94,6 +94,7 @@ def contents_that_lack(sdist: Path, wheel: Path) -> Iterator[str]:
         source = {name.partition("/")[2] for name in archive.getnames()}
     for name in (
         "__init__.py",
+        "__init__.pyi",
         "py.typed",
         "kernels/__init__.py",
         "backends/file/__init__.py",
