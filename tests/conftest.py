@@ -135,9 +135,10 @@ def skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _log_as_before() -> Generator[None]:
-    """`serve` sets the level of the package's log for its process, which here is that of other tests too."""
-    logger = logging.getLogger("asynchicache")
-    level = logger.level
-    yield
-    logger.setLevel(level)
+def _log_as_imported() -> None:
+    """`serve` sets levels of the package's log for its process, which here is that of other tests too. A
+    fixture of a whole module may have, so that a look at the end of a test is not enough."""
+    for name in [one for one in logging.root.manager.loggerDict if one.partition(".")[0] == "asynchicache"]:
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.NOTSET)
+        logger.disabled, logger.propagate = False, True

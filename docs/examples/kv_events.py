@@ -8,6 +8,7 @@ from asynchicache import CacheConfig, HybridCache
 from asynchicache.events import PagesStored
 from asynchicache.hashing import page_digests
 from asynchicache.integrations.kv_events.config import KvEventsConfig
+from asynchicache.integrations.kv_events.encoding import int64_hash
 from asynchicache.integrations.kv_events.index import BlockIndex
 from asynchicache.integrations.kv_events.publisher import KvEventPublisher
 from asynchicache.integrations.kv_events.subscriber import KvEventSubscriber
@@ -37,7 +38,7 @@ async def route(cache: HybridCache) -> None:
                 print(update.origin.name, "with", len(update.batch.events), "events")
 
         digests = page_digests(token_array(range(30)), PAGE)
-        blocks = [int.from_bytes(digest[:8], "big", signed=True) for digest in digests]
+        blocks = [int64_hash(digest) for digest in digests]
         print("the worker has", index.reach(blocks) * PAGE, "of these 30 tokens")
 
 

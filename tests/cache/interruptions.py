@@ -388,7 +388,7 @@ def _waits(name: str, member: object) -> bool:
         return False
     function = getattr(member, "__func__", member)
     return (
-        name == "__await__"
+        name == "__await__" == function.__name__  # a request's refuses, under another name
         or inspect.iscoroutinefunction(function)
         or inspect.isasyncgenfunction(function)
         or inspect.isasyncgenfunction(getattr(function, "__wrapped__", None))

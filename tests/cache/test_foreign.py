@@ -86,7 +86,7 @@ VERBS = {"prefetch": (), "admit": (), "reserve": (4,), "durable": (), "__aenter_
 def test_another_event_loop_is_told_so_instead_of_waiting_for_ever():
     """A server that opened its cache in one `asyncio.run` and serves in the next."""
     assert {name for name in public_coroutines() if name.startswith("HybridCache.")} == CALLS.keys()
-    known = {f"Request.{verb}" for verb in VERBS} | {"Request.__aexit__", "Request.__await__"}
+    known = {f"Request.{verb}" for verb in VERBS} | {"Request.__aexit__"}
     assert {name for name in public_coroutines() if name.startswith("Request.")} == known
 
     async def here() -> tuple[HybridCache, Request, Request, Any]:

@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from asynchicache.errors import ConfigError
 from asynchicache.hashing import page_digests
+from asynchicache.integrations.kv_events.encoding import int64_hash
 from asynchicache.integrations.kv_events.index import BlockIndex
 from asynchicache.integrations.kv_events.subscriber import KvEventSubscriber
 from integrations.serve.checkpoints import tiny_loaded
@@ -39,7 +40,7 @@ async def test_a_router_learns_the_pages_of_a_request(tmp_path: Path):
             for update in router.take():
                 index.apply(update.batch.events)
     tokens = array("q", LOADED.tokenizer.encode(TEXT))
-    blocks = [int.from_bytes(digest[:8], "big", signed=True) for digest in page_digests(tokens, PAGE)]
+    blocks = [int64_hash(digest) for digest in page_digests(tokens, PAGE)]
     assert index.reach(blocks) == len(blocks) > 3
 
 

@@ -150,7 +150,7 @@ def test_the_place_of_the_store_is_the_benchs_own(tmp_path: Path) -> None:
 
 def test_an_engine_that_keeps_too_little_is_told_so(tmp_path: Path) -> None:
     options = StorageBenchOptions(
-        page_bytes=8192, pages=4, folder=str(tmp_path), option=("capacity_bytes=300000",)
+        page_bytes=8192, pages=4, folder=str(tmp_path), option=("capacity_bytes=560000",)
     )
     with pytest.raises(StorageError, match="of 4 pages were rejected, not stored"):
         asyncio.run(run_storage(options, lambda done, total: None))

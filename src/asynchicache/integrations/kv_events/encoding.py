@@ -42,7 +42,7 @@ class EventEncoder:
 
     def __init__(self, spec: ModelSpec, config: KvEventsConfig) -> None:
         self.media = MEDIA[config.media]
-        self._hash: Callable[[bytes], BlockHash] = _int64 if config.hashes == "int64" else _hash
+        self._hash: Callable[[bytes], BlockHash] = int64_hash if config.hashes == "int64" else _hash
         wanted = config.pools
         self._groups = {
             pool.name: _group(index, pool, spec.page_size)
@@ -100,8 +100,8 @@ def _hash(digest: bytes) -> bytes:
     return digest[NAMESPACE_BYTES:]
 
 
-def _int64(digest: bytes) -> int:
-    """Return the same integer as SGLang's `hash_str_to_int64`."""
+def int64_hash(digest: bytes) -> int:
+    """Return the same integer as SGLang's `hash_str_toint64_hash`."""
     return int.from_bytes(_hash(digest)[:8], "big", signed=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
 
@@ -47,7 +48,9 @@ def prefill(
     start, stop = as_count("prefill", start), as_count("prefill", stop)
     if not 0 <= start < stop <= len(tokens):
         raise UsageError(f"tokens {start} to {stop} are no range within {len(tokens)} tokens")
-    piece = known_tokens(tokens[start:stop], model.get_input_embeddings().num_embeddings)
+    # A later stage of a pipeline has no embedding: what it gets are hidden states, and the ids are not used.
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", sys.maxsize)
+    piece = known_tokens(tokens[start:stop], vocabulary)
     return feed(model, cache, piece.tolist(), start)
 
 
