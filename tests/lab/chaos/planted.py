@@ -6,6 +6,7 @@ Most are bugs that caches of this kind have had, or that this one had before its
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from asynchicache.controller.executor import Executor
 from asynchicache.controller.prefetcher import Prefetcher
 from asynchicache.controller.request import Request
 from asynchicache.controller.storage_writer import StorageWriter
+from asynchicache.failure_log import FailureLog
 from asynchicache.hashing import namespace_seed, page_digests, pool_fingerprint
 from asynchicache.planner import state
 from asynchicache.planner.activity import Activity
@@ -665,13 +667,18 @@ def waits_for_a_moment_when_nothing_is_in_flight(patch: Patch) -> None:
 
 @bug
 def a_line_for_each_page_of_a_failed_call(patch: Patch) -> None:
-    count = GuardedPool._count_error
-
-    def each(self: GuardedPool, kind: Any, pages: int, error: BaseException) -> None:
+    def each(
+        self: FailureLog,
+        kind: object,
+        message: str,
+        *args: object,
+        pages: int = 1,
+        level: int = logging.WARNING,
+    ) -> None:
         for _ in range(pages):
-            count(self, kind, 1, error)
+            self._logger.log(level, message, *args)
 
-    patch.setattr(GuardedPool, "_count_error", each)
+    patch.setattr(FailureLog, "warning", each)
 
 
 @bug
