@@ -10,10 +10,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
-    Qwen3_5ForCausalLM,
 )
 
 from asynchicache.integrations.serve.loading import LoadedModel
@@ -50,18 +50,23 @@ def tiny_loaded(name: str = "qwen3_5") -> LoadedModel:
 
 
 def save_checkpoint(
-    folder: Path, *, template: bool = True, vocabulary: int = 0, max_shard_size: str = "1GB"
+    folder: Path,
+    name: str = "qwen3_5",
+    *,
+    template: str = CHAT_TEMPLATE,
+    vocabulary: int = 0,
+    max_shard_size: str = "1GB",
 ) -> Path:
     """A checkpoint with tokenizer, as users have them; `vocabulary`: the model's, if not the tokenizer's."""
     tokenizer = bpe_tokenizer()
-    config = tiny_config("qwen3_5")
+    config = tiny_config(name)
     config.vocab_size = vocabulary or len(tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
-        Qwen3_5ForCausalLM(config).save_pretrained(folder, max_shard_size=max_shard_size)
+        model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(folder)
-    if template:
-        (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     return folder
 
 

@@ -1,23 +1,24 @@
-"""The trace that a server records replays to the server's own numbers."""
+"""A conversation hits what its template repeats, and the trace that a server records replays to that."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
 
 from asynchicache import CacheConfig
 from asynchicache.integrations.serve.loading import LoadedModel, load_checkpoint
+from asynchicache.integrations.serve.tokenizers import ByteTokenizer, Conversation
 from asynchicache.integrations.transformers.asking import spec_from_model
 from asynchicache.replay.options import ReplayOptions
 from asynchicache.replay.run import run_replay
 from asynchicache.replay.trace import read_trace
 from integrations.serve.checkpoints import save_checkpoint, tiny_loaded
-from integrations.serve.serving import PAGE, Running, running
+from integrations.serve.serving import PAGE, Running, running, uncached
 from integrations.zoo_configs import WINDOW
 
 THINKS = (
@@ -27,21 +28,21 @@ THINKS = (
 SYSTEM = "You bring back what has been computed before it is needed. "
 
 
-def thinking_checkpoint(folder: Path) -> LoadedModel:
-    save_checkpoint(folder, template=False)
-    (folder / "chat_template.jinja").write_text(THINKS)
-    return load_checkpoint(folder)
+def thinking(name: str, folder: Path) -> LoadedModel:
+    return load_checkpoint(save_checkpoint(folder, name, template=THINKS))
 
 
-async def chat(served: Running, name: str) -> list[tuple[int, int, int]]:
-    """Two conversations of three turns, in turns; lengths of prompts and answers, and cached tokens."""
-    found = []
+async def chat(served: Running, loaded: LoadedModel) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
+    """Two conversations of four turns, in turns: the prompts; their lengths, those of the answers, and cached
+    tokens."""
+    prompts, found = [], []
     talks = [[{"role": "system", "content": SYSTEM}] for _ in range(2)]
-    for turn in range(3):
+    for turn in range(4):
         for number, talk in enumerate(talks):
             talk.append({"role": "user", "content": f"{number}{turn} " * (9 + 7 * turn + number)})
+            prompts.append(loaded.tokenizer.encode_chat(Conversation(talk)))
             answer = await served.openai.chat.completions.create(
-                model=name,
+                model=loaded.name,
                 messages=talk,  # type: ignore[arg-type]
                 max_tokens=20 + 9 * number,
                 temperature=0,
@@ -53,33 +54,58 @@ async def chat(served: Running, name: str) -> list[tuple[int, int, int]]:
             assert usage.prompt_tokens_details is not None
             cached = usage.prompt_tokens_details.cached_tokens or 0
             found.append((usage.prompt_tokens, usage.completion_tokens, cached))
-    return found
+    return prompts, found
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def repeated_pages(loaded: LoadedModel, pools: str, prompts: Sequence[list[int]], outputs: bool) -> list[int]:
+    """By prompt, the tokens of the whole pages that it shares with one before it, and maybe with its answer.
+
+    A state stands only where the conversation goes on, and so not behind the system prompt.
+    """
+    computed, shared = [], []
+    for at, prompt in enumerate(prompts):
+        known = computed[at % 2 :: 2] if "mamba" in pools else computed
+        shared.append(max((common(prompt, one) // PAGE * PAGE for one in known), default=0))
+        answer = uncached(loaded, prompt, 20 + 9 * (at % 2)) if outputs else []
+        computed.append(prompt + answer[:-1])  # nothing is computed for the last token
+    return shared
+
+
+DEFAULT = "prompt+output+branch"
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("checkpoints", ["prompt+output+branch", "prompt"])
 @pytest.mark.parametrize(
-    ("load", "pools"),
+    ("load", "pools", "checkpoints"),
     [
-        (lambda _: tiny_loaded("qwen3"), "kv"),
-        (lambda _: tiny_loaded("gemma3"), "kv,swa"),
-        (lambda _: tiny_loaded("qwen3_5"), "kv,mamba"),
-        (thinking_checkpoint, "kv,mamba"),
+        (partial(thinking, "qwen3"), "kv", DEFAULT),
+        (partial(thinking, "gemma3"), "kv,swa", DEFAULT),
+        (partial(thinking, "qwen3_5"), "kv,mamba", DEFAULT),
+        (partial(thinking, "qwen3_5"), "kv,mamba", "prompt"),
+        (lambda _: tiny_loaded("gemma3"), "kv,swa", DEFAULT),
+        (lambda _: tiny_loaded("qwen3_5"), "kv,mamba", DEFAULT),
     ],
 )
-async def test_each_request_of_a_replay_hits_what_it_hit_in_the_server(
+async def test_each_turn_hits_what_is_repeated_in_the_server_and_in_a_replay(
     tmp_path: Path, load: Callable[[Path], LoadedModel], pools: str, checkpoints: str
 ) -> None:
     trace, loaded = tmp_path / "own.jsonl", load(tmp_path)
     slots = {pool.name: 256 for pool in spec_from_model(loaded.model).owners}
     cache = CacheConfig(device_slots=slots, host_slots=slots, weight_version="test", checkpoints=checkpoints)
     async with running(loaded, cache=cache, record_trace=str(trace)) as served:
-        seen = await chat(served, loaded.name)
+        prompts, seen = await chat(served, loaded)
         await served.idle()
+    outputs = "output" in checkpoints
+    assert [cached for _, _, cached in seen] == repeated_pages(loaded, pools, prompts, outputs)
 
     requests = list(read_trace(trace).requests)
     assert [(request.tokens, request.output) for request in requests] == [one[:2] for one in seen]
-    assert len({request.session for request in requests[::2]}) == 1
+    if "mamba" in pools or isinstance(loaded.tokenizer, ByteTokenizer):  # what a template drops is known
+        assert len({request.session for request in requests[::2]}) == 1
     assert requests[0].session != requests[1].session
     lines = trace.read_text().splitlines(keepends=True)
     replay = partial(run_replay, progress=lambda done, total: None)
