@@ -274,6 +274,7 @@ class Prefetcher:
         self._prefetches.release(query)
         shorter = self._begin(request)
         shorter.known, shorter.most, shorter.waiting = whole.known, query.memory_pages, 1
+        shorter.joins = 0  # to ask again is the whole one's: nobody would drop what this one found then
         self._choose(shorter, MissReason.NONE)
         try:
             await self._wait(whole if reason is MissReason.DEADLINE else shorter, seconds)
