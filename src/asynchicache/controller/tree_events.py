@@ -83,17 +83,10 @@ class TreeEvents:
         digests = self._tree.digests(node)
         tokens = array("q", node.key[-count * size * TOKEN_BYTES :])
         parent = digests[-count - 1] if count < node.pages else self._before(node)
-        namespace = self._namespaces.named(_seed(node))
+        namespace = self._namespaces.named(node.seed())
         return PagesStored(pool.name, tier, tuple(digests[-count:]), parent, tokens, size, *namespace)
 
     def _before(self, node: Node) -> bytes | None:
         """Digest of the page before a node; None after the root, whose digest is a seed."""
         parent = node.parent
         return self._tree.digests(parent)[-1] if parent is not None and parent.pages else None
-
-
-def _seed(node: Node) -> bytes:
-    while node.parent is not None:
-        node = node.parent
-    assert node.digests is not None, "roots have their seed"
-    return node.digests[0]

@@ -138,7 +138,8 @@ def _evict_full(tree: UnifiedRadixTree, node: Node, place: SlotPlace, wanted: in
     freed.slots.setdefault(place, []).extend(tree.clear_slots(node, place))
     seed = node.seed() if tree.tells_losses else b""
     if remove_if_dead(tree, node):
-        tree.policy.lost(seed, node.pages)
+        if tree.tells_losses:
+            tree.policy.lost(seed, node.pages)
         if not node.tail:  # part of a page: a ghost of it would be taken for a page that was asked for
             tree.ghosts.add(node.end - node.pages, node.head, node.end)
         freed.lost += node.pages

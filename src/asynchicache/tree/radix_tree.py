@@ -8,8 +8,8 @@ The tree decides and counts; it never allocates, frees or copies. The caller own
 tree returns. Slots of a node change in `fill_slots`, `mark_resident` and `clear_slots` only, and the
 structure in `add_child`, `split`, `trim` and `remove` only: child counts, eviction queues and versions are
 kept there.
-Copies between tiers are in `tree.copies`, eviction is in `tree.eviction`, what is lost with a node's slots in
-`tree.value`.
+Copies between tiers are in `tree.tier_copies`, eviction is in `tree.eviction`, what is lost with a node's
+slots in `tree.value`.
 
 This file has more lines than others because the parts of the tree change each other's fields: a split
 divides slots, locks, copies in flight and digests in one step, and can be checked only as a whole.

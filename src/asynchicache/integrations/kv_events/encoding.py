@@ -101,7 +101,7 @@ def _hash(digest: bytes) -> bytes:
 
 
 def int64_hash(digest: bytes) -> int:
-    """Return the same integer as SGLang's `hash_str_toint64_hash`."""
+    """Return the same integer as SGLang's `hash_str_to_int64`."""
     return int.from_bytes(_hash(digest)[:8], "big", signed=True)
 
 

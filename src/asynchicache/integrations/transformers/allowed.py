@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from asynchicache.errors import ConfigError, UsageError
-from asynchicache.integrations.transformers.forward import known_tokens
+from asynchicache.integrations.transformers.forward import known_tokens, vocabulary_of
 
 _ARGUMENTS = frozenset(
     {"generation_config", "logits_processor", "negative_prompt_attention_mask", "negative_prompt_ids"}
@@ -110,7 +110,7 @@ def checked_ids(model: PreTrainedModel, inputs: torch.Tensor | None, options: di
             f"token ids are {shape}; generate takes a tensor [1, length]: call it for each prompt, or serve "
             "many at once with PrefixCachedModel"
         )
-    known_tokens(ids[0], model.get_input_embeddings().num_embeddings)
+    known_tokens(ids[0], vocabulary_of(model))
     whole = isinstance(mask, torch.Tensor) and mask.shape == ids.shape and bool((mask == 1).all())
     if mask is not None and not whole:
         raise UsageError("attention_mask hides tokens; prefixes have no padding: leave it out")

@@ -11,6 +11,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from asynchicache.errors import ConfigError
+from asynchicache.integrations.transformers.forward import vocabulary_of
 from asynchicache.planner.hints import MAX_REPEATS
 
 Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
@@ -128,7 +129,7 @@ def invitations_of(tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedM
             f"tokenizer {tokenizer!r:.200} is a {type(tokenizer).__name__}, and not one of transformers' "
             f"tokenizers: {cure}"
         )
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = vocabulary_of(model)
     beyond = highest_beyond(tokenizer, vocabulary)
     if beyond:
         raise ConfigError(

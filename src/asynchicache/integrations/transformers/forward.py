@@ -48,10 +48,16 @@ def prefill(
     start, stop = as_count("prefill", start), as_count("prefill", stop)
     if not 0 <= start < stop <= len(tokens):
         raise UsageError(f"tokens {start} to {stop} are no range within {len(tokens)} tokens")
-    # A later stage of a pipeline has no embedding: what it gets are hidden states, and the ids are not used.
-    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", sys.maxsize)
-    piece = known_tokens(tokens[start:stop], vocabulary)
+    piece = known_tokens(tokens[start:stop], vocabulary_of(model))
     return feed(model, cache, piece.tolist(), start)
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """How many token ids a model has embeddings for.
+
+    A later stage of a pipeline has none: what it gets are hidden states, and any id is as good.
+    """
+    return getattr(model.get_input_embeddings(), "num_embeddings", sys.maxsize)
 
 
 def known_tokens(tokens: Iterable[int], vocabulary: int) -> array[int]:

@@ -24,7 +24,7 @@ from asynchicache.integrations.transformers.admission import (
 )
 from asynchicache.integrations.transformers.chat import Invitations, invitations_of
 from asynchicache.integrations.transformers.decoding import Decoder, Row
-from asynchicache.integrations.transformers.forward import known_tokens, steady_tokens
+from asynchicache.integrations.transformers.forward import known_tokens, steady_tokens, vocabulary_of
 from asynchicache.integrations.transformers.generation import Generation, GenerationJob
 from asynchicache.integrations.transformers.prefill_runner import (
     PrefillRunner,
@@ -75,7 +75,7 @@ class PrefixCachedModel:
         self._admission = PromptAdmission(self.capacity_tokens, limits)
         self._prefilling = asyncio.Lock()
         self._sharing = PromptSharing(cache.spec.page_size)
-        self._vocabulary = model.get_input_embeddings().num_embeddings
+        self._vocabulary = vocabulary_of(model)
         self._ends = end_tokens(model, tokenizer)
         self._steady = steady_tokens(model)
         self._tasks: set[asyncio.Task[None]] = set()
