@@ -233,6 +233,9 @@ async def test_the_server_describes_itself(server: Running) -> None:
 
 
 async def test_metrics_are_those_of_cache_and_server(server: Running) -> None:
+    for _ in range(2):
+        cached_tokens = await cached(server, "metered " + PROMPT)
+    assert cached_tokens > 0
     answer = await server.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     samples = {
