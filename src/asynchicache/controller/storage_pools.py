@@ -130,8 +130,12 @@ class AttachedStorage:
         Calls that have not ended run on, until `abandon`.
         """
         async with self._closing:
-            pools = self.pools.items()
-            await asyncio.gather(*(pool.guard.retire(partial(self._unused, name)) for name, pool in pools))
+            guards = {name: pool.guard for name, pool in self.pools.items()}
+            await asyncio.gather(*(guard.stop() for guard in guards.values()))
+            # All in one moment: pools share slots, and the last read of any of them is to report these.
+            for name, guard in guards.items():
+                guard.retire(partial(self._unused, name))
+            await asyncio.gather(*(guard.close_engine() for guard in guards.values()))
             await self._stack.aclose()
 
     async def abandon(self) -> None:

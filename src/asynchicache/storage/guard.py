@@ -438,16 +438,17 @@ class GuardedPool:
             **counts,
         )
 
-    async def retire(self, on_unused: Callable[[frozenset[int]], object]) -> None:
-        """Wait for running calls, for a limited time, then close the engine; further calls are refused.
+    async def stop(self) -> None:
+        """Refuse further calls, and wait for running ones, for a limited time."""
+        self._closed = True
+        await self._wait_for_calls()
 
-        A call that has not ended is late now, and runs on, until `aclose` gives it up.
+    def retire(self, on_unused: Callable[[frozenset[int]], object]) -> None:
+        """After `stop`: a call that has not ended is late now, and runs on, until `aclose` gives it up.
 
         Args:
             on_unused: called with the slots of such a read when it has ended: no call writes to them now.
         """
-        self._closed = True
-        await self._wait_for_calls()
         for call in [call for call in self._calls if not call.late]:
             self._deadline_passed(call)
         self._on_unused = on_unused
@@ -455,7 +456,6 @@ class GuardedPool:
         for free in unsafe:
             free.cancel()
         self._watchers = [pair for pair in self._watchers if not pair[1].done()]
-        await self._close_engine()
 
     def used(self, slots: frozenset[int]) -> frozenset[int]:
         """Those of `slots` that a running call uses."""
@@ -472,8 +472,7 @@ class GuardedPool:
         Returns:
             Slots that the engine may still touch because a call did not end in time; usually none.
         """
-        self._closed = True
-        await self._wait_for_calls()
+        await self.stop()
         for call in self._calls:
             call.task.cancel()
         await self._wait_for_calls()
@@ -483,10 +482,11 @@ class GuardedPool:
         for _, free in self._watchers:
             free.cancel()
         self._watchers.clear()
-        await self._close_engine()
+        await self.close_engine()
         return frozenset().union(*(call.slots for call in self._calls))
 
-    async def _close_engine(self) -> None:
+    async def close_engine(self) -> None:
+        """Close the engine, once."""
         if not self._engine_closed:
             await close(self._engine, self._limits.closing, f"the engine of pool {self._binding.pool!r}")
             self._engine_closed = True

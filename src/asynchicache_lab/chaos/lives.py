@@ -14,6 +14,7 @@ from asynchicache.storage.limits import PoolLimits
 from asynchicache.testing.oracle import ByteOracle, HostOracle, PageTokens
 from asynchicache.testing.paged import PagedMemory
 from asynchicache.testing.seeded import SeededWorld
+from asynchicache.types import PrefetchPolicy
 from asynchicache_lab.chaos.clients import FOREVER, ChaosEngine
 from asynchicache_lab.chaos.faults import (
     ChaosDevice,
@@ -237,7 +238,9 @@ class _LifeRun:
     async def _live(self, engine: ChaosEngine) -> list[asyncio.Task[None]]:
         """Run clients and events until the clients are done or it is time to close."""
         if self._promises is not None and self._life.weights is not None:
-            await engine.serve_all(ChaosClient(turns=tuple(self._promises.asked(engine.identity))))
+            patient = self._life.prefetch is PrefetchPolicy.WAIT_COMPLETE
+            asked = self._promises.asked(engine.identity, patient=patient)
+            await engine.serve_all(ChaosClient(turns=tuple(asked)))
         tasks = [asyncio.create_task(self._client(engine, client)) for client in self._life.clients]
         happening = asyncio.create_task(self._happen(engine), name="events")
         running = set(tasks)

@@ -60,8 +60,12 @@ class DurabilityOracle:
             self._made = [other for other in self._made if other != promise]
             self._made.append(promise)
 
-    def asked(self, identity: object) -> Sequence[ClientTurn]:
-        """Requests that the next cache with the same pages must serve first, judged by the hit oracle."""
+    def asked(self, identity: object, *, patient: bool) -> Sequence[ClientTurn]:
+        """Requests that the next cache with the same pages must serve first, judged by the hit oracle.
+
+        `patient`: it waits for storage until all is there.
+        """
+        certain = self._loses_nothing and patient
         mine = [promise for promise in self._made if promise.identity == identity]
         return [
             ClientTurn(
@@ -69,7 +73,7 @@ class DurabilityOracle:
                 tenant=promise.tenant,
                 salt=promise.salt,
                 patience=None,
-                least=promise.least if self._loses_nothing else 0,
+                least=promise.least if certain else 0,
             )
             for promise in mine[-_ASKED:]
         ]

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import isclose
 
 from asynchicache.backends.memory import MemoryBackend, MemoryEngine
 from asynchicache.cache import HybridCache
@@ -190,9 +191,13 @@ class ChaosStorage:
         """Record faults since the last look, and ongoing ones."""
         counted = self._draws.counted
         seen = sum(self._faulty.injected.values()) + sum(counted[kind] for kind in _TROUBLE)
-        if seen != self._seen or self._faulty.hanging or self.calls.oldest() > self._limits.deadline:
+        if seen != self._seen or self._faulty.hanging or self._is_late(self.calls.oldest()):
             self._seen = seen or 1
             self._troubled = asyncio.get_running_loop().time()
+
+    def _is_late(self, seconds: float) -> bool:
+        """Whether a call that has run for so long was given up, by a clock that rounds."""
+        return seconds > self._limits.deadline or isclose(seconds, self._limits.deadline)
 
     def release(self) -> None:
         """Let hanging calls continue."""
