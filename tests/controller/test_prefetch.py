@@ -51,29 +51,14 @@ def test_a_policy_is_one_of_its_kinds() -> None:
 # Answers
 
 
-def test_only_what_was_not_answered_yet_is_asked() -> None:
-    known = _KnownPresence(["kv", "mamba"])
-    assert known.unknown(0, range(2, 6)) == range(2, 6)
-    known.learn(0, range(2, 6), b"\1\1\0\1")
-
-    assert known.flags == {0: b"\0\0\1\1\0\1", 1: b""}
-    assert not known.unknown(0, range(2, 6))
-    assert not known.unknown(0, range(3, 5))
-    assert known.unknown(0, range(4, 9)) == range(6, 9)
-    assert known.unknown(0, range(8, 9)) == range(8, 9)
-    assert known.unknown(0, range(1, 6)) == range(1, 6), "a page before them was never asked for"
-    assert known.unknown(1, range(6)) == range(6)
-
-
 def test_answers_are_put_together_by_page() -> None:
-    known = _KnownPresence(["kv"])
+    known = _KnownPresence(["kv", "mamba"])
     known.learn(0, range(2, 4), b"\1\0")
+    assert known.flags == {0: b"\0\0\1\0", 1: b""}
     known.learn(0, range(4, 6), b"\1\1")
     assert known.flags[0] == b"\0\0\1\0\1\1"
     known.learn(0, range(1, 3), b"\1\0")
     assert known.flags[0] == b"\0\1\0\0\1\1"
-    assert not known.unknown(0, range(1, 6))
-    assert known.unknown(0, range(6)) == range(6)
 
 
 @pytest.mark.parametrize(

@@ -358,8 +358,7 @@ class Prefetcher:
         """Ask what storage has, and choose what to read of it."""
         tokens, seed = prefetch.request.tokens, prefetch.request.seed
         digests = await self._digests(tokens, seed)
-        with self._presence.listen(digests) as answered:
-            prefetch.known.answered = answered
+        with self._presence.listen(digests, prefetch.known.answered):
             await self._wait_for_backups(tokens, seed)
             reason = await self._present(prefetch.known, tokens, seed, digests)
         prefetch.known.digests = digests
@@ -469,7 +468,7 @@ class Prefetcher:
         self, known: _KnownPresence, tokens: array[int], seed: bytes, digests: list[bytes]
     ) -> MissReason:
         """Ask which missing pages storage has: full pages first, then the other components as far as full
-        pages reach, and then the tails there. Pages answered before are not asked again."""
+        pages reach, and then the tails there."""
         reach, reason = 0, MissReason.NONE
         if digests:
             query = self._prefetches.make_query(tokens, seed, digests)
@@ -526,7 +525,6 @@ class Prefetcher:
     async def _ask(
         self, known: _KnownPresence, component_id: int, digests: list[bytes], pages: range
     ) -> MissReason:
-        pages = known.unknown(component_id, pages)
         if not pages:
             return MissReason.NONE
         answer = await self._presence.ask(component_id, digests, pages, answered=known.answered)
@@ -641,35 +639,26 @@ class _StoredTail(NamedTuple):
 
 
 class _KnownPresence:
-    """Storage's answers for one sequence.
+    """What storage's answers say of one sequence.
 
     Attributes:
         flags: by component, a byte per page from the first of the sequence, 1 if storage has it.
         tail: the tail behind the full pages in memory and storage.
         tails: by the pages before it, the tails that were asked for; None: storage has none there.
-        answered: queries of other requests that storage answered while this one waited.
+        answered: the queries, of all requests, that storage answered while this one waited: none is repeated.
         digests: of its pages.
     """
 
-    def __init__(self, names: Sized, answered: Sequence[PresenceQuery] = ()) -> None:
-        self.answered = answered
+    def __init__(self, names: Sized) -> None:
+        self.answered: list[PresenceQuery] = []
         self.digests: list[bytes] = []
         self.tail: _StoredTail | None = None
         self.tails: dict[int, _StoredTail | None] = {}
         self.flags: dict[int, bytes] = dict.fromkeys(range(len(names)), b"")
-        self._first = [0] * len(names)
-
-    def unknown(self, component_id: int, pages: range) -> range:
-        """The part of `pages` without an answer yet."""
-        if not self.flags[component_id] or pages.start < self._first[component_id]:
-            return pages
-        return range(max(pages.start, len(self.flags[component_id])), pages.stop)
 
     def learn(self, component_id: int, pages: range, flags: bytes) -> None:
         """Record the answer for `pages`."""
         before = self.flags[component_id]
-        if not before or pages.start < self._first[component_id]:
-            self._first[component_id] = pages.start
         self.flags[component_id] = (
             before[: pages.start].ljust(pages.start, b"\0") + flags + before[pages.stop :]
         )

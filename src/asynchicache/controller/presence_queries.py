@@ -66,12 +66,12 @@ class PresenceQueries:
         self._calls: dict[tuple[int, bool], asyncio.Semaphore] = {}
 
     @contextmanager
-    def listen(self, digests: Sequence[bytes]) -> Iterator[list[PresenceQuery]]:
-        """The queries about a path that storage answers meanwhile, of all requests: a list that grows."""
-        listener = _Listener(digests, [])
+    def listen(self, digests: Sequence[bytes], answered: list[PresenceQuery]) -> Iterator[None]:
+        """During the body, add to `answered` the queries about a path that storage answers, of all requests."""
+        listener = _Listener(digests, answered)
         self._listeners.add(listener)
         try:
-            yield listener.answered
+            yield
         finally:
             self._listeners.remove(listener)
 

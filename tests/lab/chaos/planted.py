@@ -641,7 +641,7 @@ def beginnings_are_told_of_first(patch: Patch) -> None:
 
 @bug
 def durable_believes_its_marks(patch: Patch) -> None:
-    async def yes(self: StorageWriter, node: Any, earlier: Any = ()) -> bool:
+    async def yes(self: StorageWriter, *_: Any) -> bool:
         return True
 
     patch.setattr(StorageWriter, "confirm", yes)
