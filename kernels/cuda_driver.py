@@ -10,12 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from asynchicache.errors import DeviceError
+from asynchicache.errors import CallRefusedError, DeviceError
 from asynchicache.kernels.batch import RunBatch
 
 _LIBRARY = "libcuda.so.1"
 _COPY_ARGUMENTS = (c_uint64, c_uint64, c_size_t, c_void_p)  # of cuMemcpyAsync: to, from, bytes, stream
 _SOURCE_ORDER_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in stream order
+
+_ERRORS_OF_THE_CONTEXT = {3, 4, 46, 101, 201, 214, 226, 700, 702, *range(709, 721), 999}
+"""Codes that every later call returns too (cuda.h, CUresult): the memory or the context is broken. Any other
+says that this call was not carried out."""
 
 
 class _Location(Structure):
@@ -68,7 +72,7 @@ class CudaDriver:
         found = c_uint64()
         code = self._library.cuMemHostGetDevicePointer_v2(byref(found), c_void_p(address), c_uint(0))
         if code != 0:
-            raise DeviceError(f"cuMemHostGetDevicePointer of {address:#x} returned error {code}")
+            raise _failure(f"cuMemHostGetDevicePointer of {address:#x}", code)
         return found.value
 
     def copy_batch(self, batch: RunBatch) -> None:
@@ -94,9 +98,7 @@ class CudaDriver:
             c_void_p(torch.cuda.current_stream().cuda_stream),
         )
         if code != 0:
-            raise DeviceError(
-                f"cuMemcpyBatchAsync of {len(batch.sizes)} runs returned error {code} at run {failed.value}"
-            )
+            raise _failure(f"cuMemcpyBatchAsync of {len(batch.sizes)} runs, at run {failed.value},", code)
 
     def copy_singly(self, batch: RunBatch) -> None:
         """Enqueue each run of a batch on torch's current stream by its own call, in order: the baseline for
@@ -113,7 +115,7 @@ class CudaDriver:
         # No loop in Python, so that the driver's calls are what is measured.
         failed = set(map(function, *columns, repeat(stream))) - {0}
         if failed:
-            raise DeviceError(f"cuMemcpyAsync of {len(batch.sizes)} runs returned error {min(failed)}")
+            raise _failure(f"cuMemcpyAsync of {len(batch.sizes)} runs", min(failed))
 
     def _enter_context(self) -> None:
         """Give this thread a context if it has none, because it has not called torch's runtime yet.
@@ -134,4 +136,9 @@ class CudaDriver:
     def _call(self, name: str, *arguments: object) -> None:
         code = getattr(self._library, name)(*arguments)
         if code != 0:
-            raise DeviceError(f"{name} returned error {code}")
+            raise _failure(name, code)
+
+
+def _failure(call: str, code: int) -> DeviceError:
+    kind = DeviceError if code in _ERRORS_OF_THE_CONTEXT else CallRefusedError
+    return kind(f"{call} returned error {code}")

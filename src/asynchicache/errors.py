@@ -10,6 +10,7 @@ __all__ = [
     "AuditError",
     "BusyError",
     "CacheError",
+    "CallRefusedError",
     "CapacityError",
     "ClosedError",
     "ConfigError",
@@ -84,6 +85,10 @@ class BusyError(CapacityError):
 
 class DeviceError(CacheError, RuntimeError):
     """Raised when a device failed. The failure is permanent; pages it touched are quarantined."""
+
+
+class CallRefusedError(DeviceError):
+    """Raised for a call that the driver refused. Nothing of it runs, and the device is well."""
 
 
 class TransferError(CacheError, RuntimeError):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from asynchicache.errors import DeviceError
+from asynchicache.errors import CallRefusedError, DeviceError
 from asynchicache.kernels.batch import RunBatch
 from asynchicache.kernels.cuda_driver import CudaDriver, _Attributes
 
@@ -150,7 +150,7 @@ def test_a_thread_that_has_made_no_other_call_can_copy(library: _Library) -> Non
 def test_what_the_driver_refuses_is_an_error(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = CudaDriver(library)
 
-    with pytest.raises(DeviceError, match="of 2 runs returned error 1 at run 1"):
+    with pytest.raises(DeviceError, match="of 2 runs, at run 1, returned error 1"):
         driver.copy_batch(_batch((0x1000, 0x9000, 5), (0x2FFF, 0x9800, 2)))
     with pytest.raises(DeviceError, match="cuMemHostGetDevicePointer of 0x5 returned error 1"):
         driver.device_address(5)
@@ -158,6 +158,17 @@ def test_what_the_driver_refuses_is_an_error(library: _Library, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 9)
     with pytest.raises(DeviceError, match="cuDeviceGet returned error 101"):
         driver.device_address(0x1000)
+
+
+@pytest.mark.parametrize(("code", "refused"), [(1, True), (2, True), (801, True), (700, False), (719, False)])
+def test_only_an_error_of_the_context_is_not_one_of_the_call(
+    library: _Library, code: int, refused: bool
+) -> None:
+    library.cuMemcpyBatchAsync = lambda *_: code
+
+    with pytest.raises(DeviceError, match=f"error {code}$") as caught:
+        CudaDriver(library).copy_batch(_batch((0x1000, 0x9000, 5)))
+    assert isinstance(caught.value, CallRefusedError) is refused
 
 
 def test_single_copies_are_a_call_each(library: _Library) -> None:

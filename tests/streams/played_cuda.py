@@ -138,6 +138,11 @@ class PlayedStream:
         with self.runtime.on(self.device.index):
             self.runtime.call()
 
+    def query(self) -> bool:
+        with self.runtime.on(self.device.index):
+            self.runtime.call()
+        return True
+
     def wait_event(self, event: PlayedEvent) -> None:
         event.wait(self)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from asynchicache import captures
-from asynchicache.errors import DeviceError, RequestStateError, UsageError
+from asynchicache.errors import CallRefusedError, DeviceError, RequestStateError, UsageError
 from asynchicache.streams.cuda import CudaDevice
 from asynchicache.transfer.graph_fences import GraphFences
 from streams.conftest import Rig, notify
@@ -64,6 +65,41 @@ def test_a_streams_work_has_it_as_the_current_stream(runtime: PlayedCuda) -> Non
 
     assert seen == [stream.torch_stream]
     assert runtime.current_stream() is None
+
+
+@pytest.mark.parametrize("error", [CallRefusedError("error 1"), RuntimeError("Failed to find C compiler")])
+def test_work_that_is_refused_is_an_error_of_its_own(runtime: PlayedCuda, error: Exception) -> None:
+    device, ran = CudaDevice(0), []
+    stream = device.stream("a")
+
+    def refused() -> None:
+        raise error
+
+    with pytest.raises(CallRefusedError, match=str(error)):
+        stream.launch(refused)
+    assert device.error is None
+    with stream.current(), pytest.raises(CallRefusedError):
+        stream.launch(refused)
+    stream.launch(lambda: ran.append(stream))
+    device.close()
+
+    assert (ran, device.error) == ([stream], None)
+
+
+def test_where_the_driver_answers_with_an_error_the_device_has_failed(runtime: PlayedCuda) -> None:
+    """Whatever was raised: the context is broken, as by a kernel that reads where there is no memory."""
+    for broken, calls_left in ((CallRefusedError("error 1"), 0), (DeviceError("error 700"), 9)):
+        runtime.calls_left = sys.maxsize
+        device = CudaDevice(0)
+        stream = device.stream("a")
+
+        def launch(error: Exception = broken, calls: int = calls_left) -> None:
+            runtime.calls_left = calls
+            raise error
+
+        stream.launch(launch)
+        assert isinstance(device.error, DeviceError)
+        assert not isinstance(device.error, CallRefusedError)
 
 
 def test_for_launches_in_a_row_the_stream_becomes_current_once(runtime: PlayedCuda) -> None:

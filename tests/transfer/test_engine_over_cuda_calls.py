@@ -7,15 +7,18 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import NoneType, SimpleNamespace
 
 import pytest
 import torch
 
-from asynchicache.errors import CacheError, TransferError
+from asynchicache.errors import CacheError, CallRefusedError, CopyEndedError, TransferError
 from asynchicache.ports import AsyncioPort
 from asynchicache.streams.cuda import CudaDevice
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.ticket import Ticket
 from streams.played_cuda import PlayedCuda
@@ -78,11 +81,11 @@ async def _use(ticket: Ticket, compute: object) -> None:
 
 
 @asynccontextmanager
-async def _open(device: CudaDevice) -> AsyncIterator[TransferEngine]:
+async def _open(device: CudaDevice, path: CopyPath | None = None) -> AsyncIterator[TransferEngine]:
     """An engine whose every layer with bytes is a group, and which no sweeper disturbs."""
     port = AsyncioPort(threads=1)
     reactor = CompletionReactor(port, sweep_seconds=NEVER)
-    engine = TransferEngine(device, make_memories(), LAYERS, port, reactor, group_bytes=1)
+    engine = TransferEngine(device, make_memories(), LAYERS, port, reactor, group_bytes=1, copy_path=path)
     yield engine
     assert await engine.aclose(PATIENCE) == 0
     assert await reactor.aclose(PATIENCE) == 0
@@ -121,6 +124,45 @@ async def test_events_are_used_again_however_long_tickets_are_kept(
         assert all(ticket.done and ticket.ok for ticket in tickets)
 
     assert runtime.made <= 6, "three of a transfer, and what the waiter's thread still held of the one before"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", [CopyPath.BATCH, CopyPath.KERNEL])
+@pytest.mark.parametrize("error", [CallRefusedError("error 801"), RuntimeError("Failed to find C compiler")])
+async def test_a_refused_copy_costs_its_transfer_and_its_path(
+    runtime: PlayedCuda,
+    operation: Callable[..., CacheOperation],
+    path: CopyPath,
+    error: Exception,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    device, outcomes = CudaDevice(0), list[BaseException | None]()
+    async with _open(device, path) as engine:
+        kv = engine._copier._pools["kv"]
+        await engine.submit(operation(Direction.BACKUP, kv=([0], [2])), done=outcomes.append)
+        refusing = SimpleNamespace(upload=refuse)
+        kv.methods = (
+            replace(kv.methods, batch=refuse)
+            if path is CopyPath.BATCH
+            else replace(kv.methods, kernels=refusing)
+        )
+        wishes = [operation(Direction.LOAD, kv=([2], [page])) for page in (5, 6, 7)]
+        for wish in wishes:
+            try:
+                await engine.submit(wish, done=outcomes.append)
+            except TransferError as failure:
+                assert str(error) in str(failure)  # noqa: PT017
+        nbytes = engine.statistics().paths["kv"]
+
+    assert [type(outcome) for outcome in outcomes] == [NoneType, CopyEndedError, NoneType, NoneType]
+    assert device.error is None
+    assert nbytes[path] == sum(nbytes.values()) // 2, "the backup and the first load"
+    assert [record.message for record in caplog.records] == [
+        f"pool kv: no more copies by {path.value}: {error}"
+    ]
 
 
 @pytest.mark.asyncio

@@ -67,7 +67,7 @@ class PresenceQueries:
 
     @contextmanager
     def listen(self, digests: Sequence[bytes], answered: list[PresenceQuery]) -> Iterator[None]:
-        """During the body, add to `answered` the queries about a path that storage answers, of all requests."""
+        """During the body, add the queries of all requests about a path to `answered`, as they are."""
         listener = _Listener(digests, answered)
         self._listeners.add(listener)
         try:

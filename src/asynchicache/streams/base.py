@@ -62,6 +62,9 @@ class Stream(Protocol):
     def launch(self, work: Callable[[], object]) -> None:
         """Enqueue `work`. An emulated stream calls it when its turn comes; a CUDA stream calls it at once, as
         torch's current stream, so that the copies and kernels of `work` are enqueued.
+
+        Raises:
+            CallRefusedError: the driver refused what `work` asked for, and the device goes on.
         """
         ...
 

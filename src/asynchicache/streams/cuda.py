@@ -16,7 +16,14 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from asynchicache.captures import relaxed_capture_mode
-from asynchicache.errors import ClosedError, ConfigError, DeviceError, RequestStateError, UsageError
+from asynchicache.errors import (
+    CallRefusedError,
+    ClosedError,
+    ConfigError,
+    DeviceError,
+    RequestStateError,
+    UsageError,
+)
 from asynchicache.streams.base import Event, Stream
 from asynchicache.streams.waiter import EventWaiter, Reached
 
@@ -213,11 +220,40 @@ class CudaDevice:
         try:
             return call(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - the boundary of foreign work and of the driver
-            failure = DeviceError(f"{self.name} failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            with self._lock:
-                self.error = self.error or failure
+            self._fail(error)
             return None
+
+    def enqueue(self, work: Callable[[], object], stream: CudaStream) -> None:
+        """Call the driver to enqueue work. An exception fails the device, unless it goes on without an error.
+
+        Raises:
+            CallRefusedError: it goes on; what `work` enqueued before the exception runs.
+        """
+        try:
+            work()
+        except Exception as error:
+            if self._goes_on(stream, error):
+                raise CallRefusedError(f"{self.name} refused work: {error}") from error
+            self._fail(error)
+
+    def _goes_on(self, stream: CudaStream, error: Exception) -> bool:
+        """Whether the device does after an exception. An error of the context, as of a kernel, is the answer
+        to every later call."""
+        if isinstance(error, DeviceError) and not isinstance(error, CallRefusedError):
+            return False
+        if stream.graph is not None:
+            return False  # the capture is lost, and to ask would be an error of its own
+        try:
+            self._beside(stream.torch_stream.query)
+        except Exception as error:  # noqa: BLE001 - as in `attempt`
+            self._fail(error)
+        return self.error is None
+
+    def _fail(self, error: Exception) -> None:
+        failure = DeviceError(f"{self.name} failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        with self._lock:
+            self.error = self.error or failure
 
     def ask(self, call: Callable[[], T]) -> T | None:
         """`attempt` a call that waits for an event or queries it.
@@ -284,11 +320,16 @@ class CudaStream:
 
     def launch(self, work: Callable[[], object]) -> None:
         """Call `work` now, with this stream as torch's current one. That is a property of the thread, so
-        `work` must not yield to other coroutines. An exception fails the device, because it is not known
-        which of the copies were enqueued.
+        `work` must not yield to other coroutines.
+
+        Raises:
+            CallRefusedError: `work` raised, and the device goes on. It is not known which of its copies were
+                enqueued, but they run in the order of the stream.
         """
         if self.device.error is None:
-            self.device.attempt(work if self.device.thread.current is self else partial(self._run, work))
+            self.device.enqueue(
+                work if self.device.thread.current is self else partial(self._run, work), self
+            )
 
     def _run(self, work: Callable[[], object]) -> None:
         with self.device.here(), self._as_torchs():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
+from asynchicache.errors import DeviceError
 from asynchicache.streams.base import Device, Event, Graph, Stream
 
 
@@ -65,4 +66,4 @@ def break_device(device: Device) -> None:
 
 
 def _raise() -> None:
-    raise RuntimeError("made to fail")
+    raise DeviceError("made to fail")

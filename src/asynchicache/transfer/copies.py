@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from asynchicache.errors import ConfigError
+from asynchicache.errors import CallRefusedError, ConfigError
 from asynchicache.kernels.batch import LayerRuns, PieceCount, RunBatch, RunGeometry, expand_runs
 from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.reference import copy_run
@@ -70,8 +70,20 @@ class PoolMemory:
         return PoolItems.of(host, device, [tensor.layers for tensor in tensors])
 
 
-SizedCopy: TypeAlias = tuple[int, Callable[[], object]]
-"""Bytes, and the call that enqueues their copy on the current stream."""
+class SizedCopy(NamedTuple):
+    """A part of a pool's copies: bytes, and the call that enqueues it on the current stream."""
+
+    of: PoolCopies
+    nbytes: int
+    call: Callable[[], object]
+
+    def run(self) -> None:
+        try:
+            self.call()
+        except Exception as error:
+            self.of.failed = error  # a launch has parts of several pools
+            raise
+
 
 PathBytes: TypeAlias = dict[str, dict[CopyPath, int]]
 """Bytes enqueued, by pool and path."""
@@ -127,15 +139,19 @@ class PageCopier:
         return copies
 
     def enqueue(self, stream: Stream, copies: Mapping[str, PoolCopies], layers: range) -> None:
-        """Enqueue the copies of some layers of the model, in launches of at most a chunk."""
+        """Enqueue the copies of some layers of the model, in launches of at most a chunk.
+
+        Raises:
+            CallRefusedError: the device refused one of them. No later plan takes its path.
+        """
         held: list[SizedCopy] = []
         for copy in self._of_layers(copies, layers):
-            if held and sum(nbytes for nbytes, _ in held) + copy[0] > self._chunk_bytes:
-                stream.launch(partial(_run_all, held))
+            if held and sum(one.nbytes for one in held) + copy.nbytes > self._chunk_bytes:
+                _launch(stream, held)
                 held = []
             held.append(copy)
         if held:
-            stream.launch(partial(_run_all, held))
+            _launch(stream, held)
 
     def _of_layers(self, copies: Mapping[str, PoolCopies], layers: range) -> Iterator[SizedCopy]:
         for pool, of_pool in copies.items():
@@ -151,9 +167,18 @@ class PageCopier:
         return PoolCopies(self._pools[pool], plan.direction, plan.runs[pool], self.table)
 
 
+def _launch(stream: Stream, copies: Sequence[SizedCopy]) -> None:
+    try:
+        stream.launch(partial(_run_all, copies))
+    except CallRefusedError:
+        for copy in copies:
+            copy.of.drop_failed_path()
+        raise
+
+
 def _run_all(copies: Sequence[SizedCopy]) -> None:
-    for _, run in copies:
-        run()
+    for copy in copies:
+        copy.run()
 
 
 class _Pool:
@@ -182,6 +207,7 @@ class _Pool:
         if memory.host.slots:  # without any, nothing is ever copied between the tiers
             self.methods = copy_methods(self.items, pinned=memory.host.pinned)
         self.force = force
+        self._refused: set[CopyPath] = set()
         if force is not None and memory.host.slots and force not in self.available:
             raise ConfigError(
                 f"copy_path {force.value!r} is not there for pool {name!r} on {memory.device.device}: "
@@ -216,7 +242,13 @@ class _Pool:
             found.append(CopyPath.KERNEL)
         if self.methods.batch is not None:
             found.append(CopyPath.BATCH)
-        return found
+        return [path for path in found if path not in self._refused]
+
+    def drop(self, path: CopyPath, error: Exception) -> None:
+        """The device refused a copy by a path: later ones take another. Plain copies are the last resort."""
+        if path is not CopyPath.PLAIN and path not in self._refused:
+            self._refused.add(path)
+            logger.warning("pool %s: no more copies by %s: %s", self._name, path.value, error)
 
 
 class PoolCopies:
@@ -225,6 +257,7 @@ class PoolCopies:
     Attributes:
         path: how they are copied.
         nbytes: bytes in all.
+        failed: what the last part of them that was not enqueued raised.
     """
 
     def __init__(self, pool: _Pool, direction: Direction, runs: Slots, table: PathTable) -> None:
@@ -236,6 +269,12 @@ class PoolCopies:
         self._layers: dict[int, LayerRuns] = {}
         self.nbytes = pool.page_bytes * int(runs[:, 2].sum())
         self.path = self._choose(table)
+        self.failed: Exception | None = None
+
+    def drop_failed_path(self) -> None:
+        """If a part was refused, no later plan takes this path."""
+        if self.failed is not None:
+            self._pool.drop(self.path, self.failed)
 
     def of_layers(self, layers: range, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[SizedCopy]:
         """The copies of some layers of the model; `parts`: the same by tensor."""
@@ -251,7 +290,7 @@ class PoolCopies:
         pool = self._pool
         if self._direction is Direction.FORK:
             return CopyPath.PLAIN
-        if pool.force is not None:
+        if pool.force in pool.available:
             return pool.force
         count = pool.pieces.count(self._runs)
         among = [path for path in pool.available if path is not CopyPath.KERNEL or count >= KERNEL_PIECES]
@@ -262,7 +301,7 @@ class PoolCopies:
         assert copy is not None, "a path that is not there is not chosen"
         batches = [self._layer_runs(part, chunk_bytes).batch(part.start, part.stop) for part in parts]
         for batch in RunBatch.join(batches).cut(chunk_bytes):
-            yield batch.nbytes, partial(copy, batch)
+            yield SizedCopy(self, batch.nbytes, partial(copy, batch))
 
     def _layer_runs(self, part: TensorPart, chunk_bytes: int) -> LayerRuns:
         """The runs of a tensor, which are the same in every layer and so are computed once per plan."""
@@ -279,8 +318,8 @@ class PoolCopies:
         item_bytes = sum((part.stop - part.start) * self._item_bytes(part) for part in parts)
         step = max(1, chunk_bytes // item_bytes)
         for start in range(0, int(self._runs[:, 2].sum()), step):
-            run = partial(self._by_kernel, kernels, rows, parts, slice(start, start + step))
-            yield item_bytes * step, run
+            call = partial(self._by_kernel, kernels, rows, parts, slice(start, start + step))
+            yield SizedCopy(self, item_bytes * step, call)
 
     def _by_kernel(
         self, kernels: PageKernels, rows: range, parts: Sequence[TensorPart], pages: slice
@@ -317,8 +356,8 @@ class PoolCopies:
             item_bytes = self._item_bytes(part)
             for piece in pieces(part, self._runs, item_bytes, chunk_bytes):
                 layers = slice(piece.start, piece.stop)
-                run = partial(_copy_runs, source[layers], destination[layers], piece.runs)
-                yield piece.items * item_bytes, run
+                call = partial(_copy_runs, source[layers], destination[layers], piece.runs)
+                yield SizedCopy(self, piece.items * item_bytes, call)
 
     def _item_bytes(self, part: TensorPart) -> int:
         return self._pool.item_bytes[part.tensor]

@@ -20,6 +20,7 @@ from asynchicache.errors import (
     AuditError,
     ClosedError,
     ConfigError,
+    CopyEndedError,
     RequestStateError,
     TransferError,
     UsageError,
@@ -310,7 +311,7 @@ class TransferEngine:
         for other in record.reads_from:
             error = other.error or other.failure
             if error is not None:
-                raise TransferError("it reads what another was to write, which failed") from error
+                raise CopyEndedError("it reads what another was to write, which failed") from error
         for event in record.after:
             stream.wait_event(event)
         for other in sorted(record.reads_from | record.runs_after, key=lambda other: other.number):
@@ -349,9 +350,18 @@ class TransferEngine:
     def _abandon(self, record: TransferRecord, stream: Stream, error: Exception) -> None:
         """Fail a transfer that could not be enqueued, once what was enqueued of it has run: until then the
         device writes to its pages, and failing it lets their owners give them back."""
+
+        def reached(device_error: BaseException | None) -> None:
+            if device_error is not None or isinstance(error, CopyEndedError):
+                self._fail(record, error)
+                return
+            ended = CopyEndedError(str(error))
+            ended.__cause__ = error
+            self._fail(record, ended)
+
         try:
             event = record.last_event = self._record_event(stream)
-            self._reactor.track(self._device, stream, lambda _: self._fail(record, error), event=event)
+            self._reactor.track(self._device, stream, reached, event=event)
         except Exception:  # noqa: BLE001 - nothing can be tracked any more, and the cause is known
             self._call_on_loop(partial(self._fail, record, error))
 
