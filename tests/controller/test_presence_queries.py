@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Sequence
 
 import pytest
 
-from asynchicache.controller.presence_queries import PresenceQueries
+from asynchicache.controller.presence_queries import PresenceQueries, PresenceQuery
 from asynchicache.controller.storage_pools import Presence
 from asynchicache.types import MissReason
 
@@ -128,7 +128,8 @@ async def test_who_waits_keeps_what_is_answered_meanwhile_of_its_own_path() -> N
     store.gate.set()
     questions = PresenceQueries(store, Calls())
     await questions.ask(0, first, range(6))
-    with questions.listen(second) as answered:
+    answered: list[PresenceQuery] = []
+    with questions.listen(second, answered):
         assert not answered  # answers of before are too old
         await questions.ask(0, first, range(1, 6))
         await questions.ask(1, first, range(2))
@@ -150,7 +151,8 @@ async def test_who_waits_asks_again_for_what_storage_failed_to_answer() -> None:
     store.reason = MissReason.STORAGE_FAILED
     store.gate.set()
     questions = PresenceQueries(store, Calls())
-    with questions.listen(digests) as answered:
+    answered: list[PresenceQuery] = []
+    with questions.listen(digests, answered):
         await questions.ask(0, digests, range(2))
         assert not answered
 
