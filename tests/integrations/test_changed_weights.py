@@ -174,6 +174,20 @@ def load(model: PreTrainedModel) -> None:
     model.load_state_dict(other)
 
 
+def steer(model: PreTrainedModel) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, given, output: output * 1.5)
+
+
+def steer_before(model: PreTrainedModel) -> None:
+    model.model.layers[1].register_forward_pre_hook(lambda module, given: (given[0] * -1.5, *given[1:]))
+
+
+def replace_forward(model: PreTrainedModel) -> None:
+    mlp = model.model.layers[0].mlp
+    computed = mlp.forward
+    mlp.forward = lambda given: -3 * computed(given)
+
+
 CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
     "an adapter's factor": factor,
     "an adapter's weights": retrain,
@@ -185,6 +199,9 @@ CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
     "other memory": swap_data,
     "another module": swap_module,
     "another checkpoint": load,
+    "a hook": steer,
+    "a hook before": steer_before,
+    "another method": replace_forward,
 }
 
 

@@ -75,9 +75,10 @@ def check_adapters(model: nn.Module) -> None:
 class ModelWeights:
     """Notices when a model computes with other weights than before.
 
-    A look reads addresses and version counters of all tensors, and on a CPU some values of each, because an
-    assignment through `.data` counts no version. On a GPU, where reading values would wait for the stream,
-    such an assignment in place is not noticed; nor is one of a few values of a large tensor.
+    A look reads hooks, and addresses and version counters of all tensors but those that a model computes from
+    its configuration. On a CPU it reads some values of each too, because an assignment through `.data` counts
+    no version. On a GPU, where reading values would wait for the stream, such an assignment in place is not
+    noticed; nor is one of a few values of a large tensor.
 
     Attributes:
         key: names weights and adapters for the keys of pages; empty for those of the time of opening, without
@@ -132,8 +133,9 @@ class ModelWeights:
 
 
 def _stamps(model: nn.Module) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """What is compared of the model's own weights, and of its adapters."""
+    """What is compared of the model's own weights and hooks, and of its adapters."""
     own: list[tuple[str, torch.Tensor]] = []
+    hooks: list[object] = []  # and methods that were replaced, as whoever steers a model does
     added: list[tuple[str, torch.Tensor]] = []
     settings: list[object] = []
     inside: str | None = None  # the adapter's layer that the walk is in
@@ -145,12 +147,15 @@ def _stamps(model: nn.Module) -> tuple[tuple[object, ...], tuple[object, ...]]:
             inside = f"{name}."
         of_adapter = inside is not None and "base_layer" not in name.removeprefix(inside).split(".")
         fields = vars(module)  # its methods for this are ten times slower, and there are many modules
+        hooked = fields["_forward_pre_hooks"], fields["_forward_hooks"], fields.get("forward")
+        if any(hooked):
+            hooks.append((name, *hooked[0].values(), *hooked[1].values(), hooked[2]))
         computed = fields["_non_persistent_buffers_set"]  # from the configuration: no weights
         for held in (fields["_parameters"], fields["_buffers"]):
             for key, one in held.items():
                 if one is not None and key not in computed:
                     (added if of_adapter else own).append((f"{name}.{key}", one))
-    return _stamp(own), (tuple(settings), _stamp(added))
+    return (hooks, *_stamp(own)), (tuple(settings), _stamp(added))
 
 
 def _stamp(tensors: list[tuple[str, torch.Tensor]]) -> tuple[object, ...]:
