@@ -57,6 +57,18 @@ async def test_a_turn_of_every_other_model(name: str) -> None:
     await check_two_turns(name)
 
 
+@pytest.mark.parametrize("device_bytes", [30_000, 60_000, 500_000])
+async def test_a_prompt_that_fits_hits_when_it_comes_again(device_bytes: int) -> None:
+    """Whatever the memory: states are worth more than further pages."""
+    config = CacheConfig(device_bytes=device_bytes, host_ratio=0.0)
+    async with PrefixCachedModel.open(tiny_model("qwen3_5"), config=config, page_size=PAGE) as served:
+        prompt = random_tokens(min(served.capacity_tokens - 2, 500) // PAGE * PAGE - 3)
+        await answer(served, prompt, 4)
+        again = begin(served, prompt, 4)
+        await read(again)
+        assert again.cached_tokens == len(prompt) // PAGE * PAGE > 0
+
+
 @pytest.mark.parametrize(("name", "prompt", "said"), [("mistral_windows", 20, 60), ("gemma3", 20, 90)])
 async def test_an_answer_longer_than_a_window(name: str, prompt: int, said: int) -> None:
     """Of the first model all pages are kept, of the second those of the last window."""

@@ -178,6 +178,20 @@ def test_states_follow_the_length_of_turns():
     assert long["kv"][0] / long["mamba"][0] == pytest.approx(64, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("pages", "slots"), [(3, (2, 2)), (9, (7, 4)), (1000, (998, 4)), (100_000, (99_805, 389))]
+)
+def test_a_small_budget_has_states_for_prompts_that_come_again(pages: int, slots: tuple[int, int]):
+    """The one that runs and one that is kept come before pages; a few, where pages need most of the budget."""
+    found = plan_slots(SPEC, SizeOptions(device_bytes=pages * 512), PLENTY)
+
+    assert (found["kv"][0], found["mamba"][0]) == slots
+
+
+def test_a_budget_for_one_state_alone_is_taken():
+    assert plan_slots(SPEC, SizeOptions(device_bytes=3 * 256), PLENTY)["mamba"][0] == 1
+
+
 def test_a_window_is_given_as_a_whole_or_not_at_all():
     """Of 12 slots 6 are what is kept of one window, and the page to write; of few host slots none."""
     options = SizeOptions(device_bytes=12 * 512, host_ratio=0.25)

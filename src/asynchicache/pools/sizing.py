@@ -20,6 +20,7 @@ TOKENS_PER_STATE = 4096
 to 32,000 on coding agents. Too many tokens a state cost little, too few cost tens of points."""
 
 _AUTO_DEVICE_SHARE = 0.3
+_FEW_STATES = 4
 HOST_SHARE = 0.8
 """The share of the free host memory that host slots may take."""
 
@@ -240,15 +241,9 @@ def _least(pool: PoolSpec) -> int:
 def _divide(spec: ModelSpec, pools: list[PoolSpec], budget: int, pages_per_state: int) -> dict[str, int]:
     """Fill `budget` bytes with units of `pages_per_state` pages, their state and their window.
 
-    A pool whose share is less than one request needs gets that minimum; the others divide the rest.
+    A pool whose share is less than its minimum gets that; the others divide the rest.
     """
-    least = {pool.name: _least(pool) for pool in pools}
-    need = _total(spec, least, host=False)
-    if budget < need:
-        raise CapacityError(
-            f"device_bytes leaves {max(budget, 0)} bytes for {list(least)}; one request needs {need}, "
-            f"for slots {least}: raise device_bytes"
-        )
+    least = _least_of_all(spec, pools, budget)
     weights = {pool.name: weight(pool, pages_per_state) for pool in pools}
     fixed: dict[str, int] = {}
     while weights:
@@ -259,6 +254,22 @@ def _divide(spec: ModelSpec, pools: list[PoolSpec], budget: int, pages_per_state
         fixed |= {name: least[name] for name in short}
         weights = {name: count for name, count in weights.items() if name not in short}
     return fixed | {name: int(units * count) for name, count in weights.items()}
+
+
+def _least_of_all(spec: ModelSpec, pools: list[PoolSpec], budget: int) -> dict[str, int]:
+    """Slots for one request. More states, if there is room: with one, that of the request that runs, nothing
+    that is repeated is ever hit; with a few, they may take a quarter of a small budget.
+    """
+    for states, share in ((_FEW_STATES, 0.25), (2, 1.0), (1, 1.0)):
+        least = {pool.name: _least(pool) if pool.per_token else states for pool in pools}
+        of_states = {pool.name: states for pool in pools if not pool.per_token}
+        need = _total(spec, least, host=False)
+        if need <= budget and _total(spec, of_states, host=False) <= share * budget:
+            return least
+    raise CapacityError(
+        f"device_bytes leaves {max(budget, 0)} bytes for {list(least)}; one request needs {need}, "
+        f"for slots {least}: raise device_bytes"
+    )
 
 
 def _no_more_than_pages(spec: ModelSpec, slots: Mapping[str, int]) -> dict[str, int]:
