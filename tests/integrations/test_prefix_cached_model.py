@@ -57,7 +57,7 @@ async def test_a_turn_of_every_other_model(name: str) -> None:
     await check_two_turns(name)
 
 
-@pytest.mark.parametrize("device_bytes", [30_000, 60_000, 500_000])
+@pytest.mark.parametrize("device_bytes", [40_000, 60_000, 500_000])
 async def test_a_prompt_that_fits_hits_when_it_comes_again(device_bytes: int) -> None:
     """Whatever the memory: states are worth more than further pages."""
     config = CacheConfig(device_bytes=device_bytes, host_ratio=0.0)

@@ -90,6 +90,7 @@ class HitCase:
         least: pages that the script says the hit must have.
         reached: full pages that memory had at the match, or memory and storage together all the time while
             storage was asked without a fault: a shorter hit has another reason than that there were none.
+        told: storage was asked without a fault.
     """
 
     tokens: array[int]
@@ -109,6 +110,7 @@ class HitCase:
     tails: dict[bytes, int] = field(default_factory=dict)
     least: int = 0
     reached: int = 0
+    told: bool = False
     epoch: int = 0
 
 
@@ -351,6 +353,7 @@ class HitOracle(Observer):
         told = patient and calm and not self._storage.has_lied
         patient &= self._options.policy is not PrefetchPolicy.BEST_EFFORT and self._asks
         self.matched(request, case, now=patient and calm)
+        case.told = told
         if told:
             case.reached = max(case.reached, _run(_either(case.memory[FULL], case.stored[FULL])))
         self._seen_in_storage(case)
@@ -422,7 +425,7 @@ class HitOracle(Observer):
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         self._seen(case, memory[FULL], memory)
         now = memory[FULL]
-        if case.digests:
+        if case.told:
             now = _either(now, self._in_storage(list(case.digests))[FULL])
         case.reached = min(case.reached, _run(now))  # memory may have lost it while it waited for room
         yield
