@@ -182,7 +182,7 @@ def test_states_follow_the_length_of_turns():
     ("pages", "slots"), [(3, (2, 2)), (9, (7, 4)), (1000, (998, 4)), (100_000, (99_805, 389))]
 )
 def test_a_small_budget_has_states_for_prompts_that_come_again(pages: int, slots: tuple[int, int]):
-    """The one that runs and one that is kept come before pages; a few, where pages need most of the budget."""
+    """The one that runs and one that is kept come before pages, a few more up to a quarter of the budget."""
     found = plan_slots(SPEC, SizeOptions(device_bytes=pages * 512), PLENTY)
 
     assert (found["kv"][0], found["mamba"][0]) == slots
