@@ -210,7 +210,13 @@ def _for_engine(config: CacheConfig, engine: EngineMemory | RemoteCopies, *, alo
         if not alone:
             raise ConfigError("RemoteCopies with a group: copies of a group run in the process of each rank")
         return msgspec.structs.replace(config, device="cpu", inline=True)  # no work runs on it
-    return msgspec.structs.replace(config, device=engine.device)
+    return engine_config(config, engine)
+
+
+def engine_config(config: CacheConfig, engine: EngineMemory) -> CacheConfig:
+    """The options of a cache over an engine's memory: its device, and what its pages look like in the keys."""
+    salt = f"{config.salt}\0{engine.identity}" if engine.identity else config.salt
+    return msgspec.structs.replace(config, device=engine.device, salt=salt)
 
 
 async def _agreed_slots(

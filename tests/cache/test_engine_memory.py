@@ -5,11 +5,14 @@ from __future__ import annotations
 from array import array
 
 import pytest
+import torch
 
 from asynchicache import CacheConfig, HybridCache, MissReason, Tier, WritePolicy
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.errors import ConfigError, InvalidTokensError, RequestStateError, UsageError
 from asynchicache.hashing import namespace_seed, page_digests
+from asynchicache.pools.engine import EngineMemory, EnginePages
+from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.types import token_array
 from cache.paged_engine import PAGE, SPEC, PagedEngine, config, paged, spec_of
 
@@ -47,6 +50,32 @@ async def test_a_cache_that_opens_again_gets_it_from_storage(pools: tuple[str, .
             hit = await PagedEngine(cache, memory).serve(PROMPT)
             assert hit.by_tier == expected
             assert cache.verify(idle=True) == []
+
+
+def ordered(order: str, heads: int, *, named: bool) -> EngineMemory:
+    """Pages whose tokens or heads come first, as attention kernels want them."""
+    pool = PoolSpec("kv", (TensorSpec("keys", (0,), (heads, 8), "uint8"),))
+    shape = (PAGE, heads) if order == "NHD" else (heads, PAGE)
+    pages = EnginePages.of_tensors(pool, PAGE, {"keys": torch.zeros(1, 16, *shape, 8, dtype=torch.uint8)})
+    return EngineMemory({"kv": pages}, order=order if named else "")
+
+
+@pytest.mark.parametrize(("heads", "named"), [(2, False), (2, True), (PAGE, True)])
+@pytest.mark.asyncio
+async def test_engines_with_another_order_of_axes_share_no_page(heads: int, named: bool) -> None:
+    """The same bytes mean other keys. Shapes say it, or, with as many heads as tokens, the engine."""
+    store, hits = MemoryStore(), []
+    options = CacheConfig(host_slots={"kv": 8}, weight_version="test", inline=True)
+    for order in ("NHD", "HND", "NHD", "HND"):
+        memory = ordered(order, heads, named=named)
+        spec = ModelSpec("m", PAGE, 1, (memory.pools["kv"].spec,))
+        async with HybridCache.open(spec, options, engine=memory, storage=MemoryBackend(store)) as cache:
+            async with cache.request(PROMPT) as request:
+                hits.append((await request.prefetch()).tokens)
+                await request.load(into={"kv": range(hits[-1] // PAGE)})
+                await request.checkpoint(WHOLE, pages={"kv": range(WHOLE // PAGE)})
+                assert await request.durable()
+    assert hits == [0, 0, WHOLE, WHOLE]
 
 
 @pytest.mark.parametrize("spare", [0, 1], ids=["the window", "and the page before"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -40,7 +40,10 @@ class EnginePages:
         page_size: tokens of a page; not used if a page holds a state.
         slots: the number of pages.
         device: the device of the memory.
+        order: of the axes of a page, as far as shapes say it: which axis the tokens are, if not the first.
     """
+
+    order = ""
 
     def __init__(
         self,
@@ -107,7 +110,10 @@ class EnginePages:
                 f"pool {spec.name!r}: tensors of {sorted(pages)} pages on {sorted(map(str, devices))}; all "
                 "need the same number of pages, on one device"
             )
-        return cls(spec, page_size, places, pages.pop(), device=devices.pop(), owner=layers)
+        made = cls(spec, page_size, places, pages.pop(), device=devices.pop(), owner=layers)
+        if spec.per_token:
+            made.order = _order(page_size, {tuple(layer.shape[1:]) for layer in layers})
+        return made
 
     def items(self, name: str) -> torch.Tensor:
         """One tensor of `copy_spec` as bytes, uint8 `[layers, pages, item_bytes]`, strided."""
@@ -144,9 +150,22 @@ class EngineMemory:
 
     Attributes:
         pools: by name; pools that share slots have the same number of pages.
+        order: names the order of the axes of a page, such as `NHD` or `HND`: engines share stored pages only
+            if it is the same. Default: what the shapes of `EnginePages.of_tensors` say, which is nothing for
+            pages of as many tokens as heads.
     """
 
     pools: Mapping[str, EnginePages]
+    order: str = ""
+
+    @property
+    def identity(self) -> str:
+        """What pages must have in common beside their spec; empty if tokens are the first axis."""
+        if self.order:
+            return self.order
+        return ", ".join(
+            f"{name}: {pages.order}" for name, pages in sorted(self.pools.items()) if pages.order
+        )
 
     @property
     def device(self) -> str:
@@ -171,6 +190,12 @@ class EngineMemory:
         if len({pool.device for pool in self.pools.values()}) > 1:
             raise ConfigError(f"engine memory is on several devices: {list(self.pools.values())}")
         return {pool.name: self.pools[pool.name].slots for pool in spec.owners}
+
+
+def _order(page_size: int, shapes: Collection[tuple[int, ...]]) -> str:
+    """Which axis of a page the tokens are; empty if the first, or if that is not certain."""
+    axes = {shape.index(page_size) for shape in shapes if shape.count(page_size) == 1}
+    return f"tokens are axis {axes.pop()}" if len(axes) == 1 and axes != {0} else ""
 
 
 def _layers(

@@ -19,6 +19,7 @@ from asynchicache.parts import (
     OpenedDevice,
     allocate_memories,
     attach_storage,
+    engine_config,
     free_memory,
     rank_parts,
 )
@@ -106,7 +107,7 @@ class RankWorker:
             StorageError: storage cannot be used.
         """
         limits = RankLimits() if limits is None else limits
-        config = config if engine is None else msgspec.structs.replace(config, device=engine.device)
+        config = config if engine is None else engine_config(config, engine)
         async with AsyncExitStack() as stack:
             if link is None:
                 link = await _connect(Address.parse(address), limits.joining)
