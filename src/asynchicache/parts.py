@@ -214,7 +214,7 @@ def _for_engine(config: CacheConfig, engine: EngineMemory | RemoteCopies, *, alo
 
 
 def engine_config(config: CacheConfig, engine: EngineMemory) -> CacheConfig:
-    """The options of a cache over an engine's memory: its device, and what its pages look like in the keys."""
+    """The options of a cache over an engine's memory: its device, and how its pages look in the keys."""
     salt = f"{config.salt}\0{engine.identity}" if engine.identity else config.salt
     return msgspec.structs.replace(config, device=engine.device, salt=salt)
 
