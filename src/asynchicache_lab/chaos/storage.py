@@ -278,15 +278,19 @@ class _WatchedCalls:
             await self._storage.carry(keys)
             await self._storage.hang(keys)
             outcomes = await self._engine.get(keys, slots)
-        self._watched.calls.answered(call, outcomes)
+        self._answered(call, outcomes)
         return outcomes
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         with self._running("put", keys) as call, self._noticing():
             await self._storage.carry(keys)
             outcomes = await self._engine.put(keys, slots)
-        self._watched.calls.answered(call, outcomes)
+        self._answered(call, outcomes)
         return outcomes
+
+    def _answered(self, call: Call, outcomes: Sequence[Outcome]) -> None:
+        self._storage.ledger.calls_failed += Outcome.FAILED in outcomes
+        self._watched.calls.answered(call, outcomes)
 
     @contextmanager
     def _running(self, verb: str, keys: Sequence[ObjectKey]) -> Iterator[Call]:
