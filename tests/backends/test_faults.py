@@ -17,6 +17,7 @@ from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.guard import GuardedPool
 from asynchicache.storage.limits import BatchResult, PoolLimits
+from asynchicache.storage.protocol import OPTIONAL_VERBS
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.testing.faults import CALLS, FaultRates, Faulty, Latency, Persistent
 from asynchicache.types import Outcome
@@ -50,7 +51,8 @@ async def scene(*, seed: int = 0, deadline: float = 60.0, **options: Any) -> Asy
     async with AsyncExitStack() as stack:
         port = AsyncioPort(threads=2)
         stack.push_async_callback(port.aclose)
-        faults = Faulty(memory.open_backend({}, port), FaultRates(), Random(seed), **options)
+        bounded = memory.open_backend({"capacity_bytes": 1 << 20}, port)  # so it wants to be told of uses
+        faults = Faulty(bounded, FaultRates(), Random(seed), **options)
         stack.push_async_callback(faults.aclose)
         binding = SlotBinding(slab_of("kv", 300, 64), fingerprint_of("w"))
         engine = await faults.open_pool(binding)
@@ -223,9 +225,9 @@ async def test_only_the_calls_that_are_named_go_wrong() -> None:
                 (await s.guard.delete(keys)).outcomes,
             ]
             await s.guard.touch(keys)
-            assert answers.count([FAILED]) == (call not in ("touch", "clear"))
+            assert answers.count([FAILED]) == (call not in ("clear", *OPTIONAL_VERBS))
         assert s.faults.injected["raises"] == 5
-        assert s.guard.statistics().touch.outcomes == {HIT: 5, FAILED: 1}
+        assert s.guard.statistics().touch.outcomes == {HIT: len(CALLS) - 1, FAILED: 1}
 
 
 @pytest.mark.asyncio

@@ -16,10 +16,10 @@ from asynchicache.layouts import ALIGNMENT
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.protocol import (
+    OptionalVerbs,
     PoolBinding,
     PoolEngine,
     StorageBackend,
-    TouchableEngine,
 )
 from asynchicache.types import token_array
 from cache.engine import PAGE, SPEC, Engine, config
@@ -52,8 +52,7 @@ class Kept:
         """What the core says of a path that is used: its end first, its beginning last, in every pool."""
         digests = page_digests(token_array(tokens), PAGE)[::-1]
         for binding, engine in self.pools:
-            assert isinstance(engine, TouchableEngine)
-            await engine.touch([binding.key(digest) for digest in digests])
+            await OptionalVerbs(engine).touch([binding.key(digest) for digest in digests])
 
     async def aclose(self) -> None:
         await self._backend.aclose()

@@ -57,6 +57,9 @@ PUBLIC_THOUGH_PRIVATE = {"_asdict", "_replace", "_current_frames"}  # of named t
 # It times four public methods of one object: a clock in them would cost every leader that is not timed.
 TIMERS = {"asynchicache_lab/bench/ranks/simulation.py"}
 
+# The guard is around every engine, and divided storage is several as one: these know each verb.
+VERB_KEEPERS = {f"asynchicache/storage/{name}.py" for name in ("protocol", "guard", "divided")}
+
 
 def no_abstract_stubs(tree: ast.Module, source: str) -> list[str]:
     """An interface is a Protocol; a method that is not there yet is not there."""
@@ -107,6 +110,20 @@ def no_equal_records(tree: ast.Module, source: str) -> list[str]:
     ]
 
 
+def no_wrapper_by_hand(tree: ast.Module, source: str) -> list[str]:
+    """What wraps a storage engine is an `EngineWrapper`, which passes on the verbs that it does not know."""
+    found = []
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        methods = {
+            one.name: one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        takes = ast.unparse(methods["__init__"].args) if "__init__" in methods else ""
+        keys = ast.unparse(methods["put"].args) if "put" in methods else ""
+        if "Engine" in takes and "ObjectKey" in keys and "EngineWrapper" not in map(ast.unparse, node.bases):
+            found.append(f"line {node.lineno}: {node.name} is no EngineWrapper")
+    return found
+
+
 def no_insides(tree: ast.Module, source: str) -> list[str]:
     """The laboratory looks at the library as anybody may: by public names, and patches nothing. Bugs are
     planted in tests."""
@@ -152,6 +169,7 @@ EXCUSED: dict[Rule, set[str]] = {
     no_long_file: set(),
     no_long_function: set(),
     no_insides: TIMERS,
+    no_wrapper_by_hand: VERB_KEEPERS,
 }
 RULES = pytest.mark.parametrize("rule", EXCUSED, ids=lambda rule: rule.__name__)
 
@@ -197,6 +215,13 @@ def a_function(lines: int) -> str:
     return "def long():\n" + "    pass\n" * (lines - 1)
 
 
+def a_wrapper(base: str) -> str:
+    return (
+        f"class Slow{base}:\n  def __init__(self, engine: PoolEngine): pass\n"
+        "  async def put(self, keys: Sequence[ObjectKey], slots): pass\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("rule", "source"),
     [
@@ -218,6 +243,7 @@ def a_function(lines: int) -> str:
         (no_insides, "state = request._state"),
         (no_insides, "class A:\n  def f(self): return self.cache._parts"),
         (no_insides, "from asynchicache.planner.state import _may_move"),
+        (no_wrapper_by_hand, a_wrapper("")),
         (no_long_function, a_function(MAX_FUNCTION_LINES + 1)),
         (no_long_function, "class A:\n  async " + a_function(MAX_FUNCTION_LINES + 1).replace("\n", "\n  ")),
     ],
@@ -238,6 +264,7 @@ def test_a_rule_finds_a_planted_breach(rule: Rule, source: str) -> None:
         (no_long_file, '"""One machine: its 902 lines stay together."""\n' + "x = 1\n" * MAX_FILE_LINES),
         (no_long_file, '"""A module."""\n' + "x = 1\n" * (MAX_FILE_LINES - 1)),
         (no_long_function, a_function(MAX_FUNCTION_LINES)),
+        (no_wrapper_by_hand, a_wrapper("(EngineWrapper)")),
         (no_insides, "class A(B):\n  def f(self): return self._state, super()._state, self.hit._asdict()"),
     ],
 )

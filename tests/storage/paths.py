@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asynchicache.storage.protocol import TouchableEngine
+from asynchicache.storage.protocol import OptionalVerbs
 from asynchicache.testing.backends import PoolUnderTest
 
 SHARED, OWN = 8, 8
@@ -17,8 +17,7 @@ def path(conversation: int, shared: int = SHARED, own: int = OWN) -> list[int]:
 
 async def touch(bench: PoolUnderTest, numbers: Sequence[int]) -> None:
     """Say that a path was used: its end first, its beginning last."""
-    assert isinstance(bench.engine, TouchableEngine)
-    await bench.engine.touch(bench.keys(*reversed(numbers)))
+    await OptionalVerbs(bench.engine).touch(bench.keys(*reversed(numbers)))
 
 
 async def converse(benches: Sequence[PoolUnderTest], conversation: int, lengths: Sequence[int] = ()) -> None:

@@ -20,7 +20,7 @@ from asynchicache.hashing import ObjectKey
 from asynchicache.layouts import SlotLayout
 from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend, confirm_of, touch_of
+from asynchicache.storage.protocol import OptionalVerbs, PoolBinding, PoolEngine, StorageBackend
 from asynchicache.types import Outcome
 
 T = TypeVar("T")
@@ -98,6 +98,8 @@ class DividedStorage:
 
 
 class _DividedEngine:
+    """The engines of the parts as one. It has the optional verbs whose answers can be put together."""
+
     def __init__(
         self, binding: PoolBinding, pool: DividedPool, engines: Sequence[PoolEngine], port: Port
     ) -> None:
@@ -107,9 +109,7 @@ class _DividedEngine:
         self._port = port
         self._free = list(range(STAGED_PAGES))
         self._calls = asyncio.Semaphore(_CALLS)
-        self._touches = [touch for engine in engines if (touch := touch_of(engine)) is not None]
-        self.touch = self._touch if self._touches else None
-        self.evicts = any(getattr(engine, "evicts", True) for engine in engines)
+        self.evicts = any(OptionalVerbs(engine).evicts for engine in engines)
         inner = engines[0].capabilities
         self.capabilities = replace(
             inner,
@@ -121,14 +121,14 @@ class _DividedEngine:
 
     @property
     def full(self) -> bool:
-        return any(getattr(engine, "full", False) for engine in self._engines)
+        return any(OptionalVerbs(engine).full for engine in self._engines)
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         found = await self._each(lambda engine, keys: engine.exists(keys), keys)
         return bytearray(map(min, zip(*found, strict=True)))
 
     async def confirm(self, keys: Sequence[ObjectKey]) -> bytearray:
-        found = await self._each(lambda engine, keys: confirm_of(engine)(keys), keys)
+        found = await self._each(lambda engine, keys: OptionalVerbs(engine).confirm(keys), keys)
         return bytearray(map(min, zip(*found, strict=True)))
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
@@ -157,14 +157,8 @@ class _DividedEngine:
     async def clear(self) -> int:
         return max(await _all([engine.clear() for engine in self._engines]))
 
-    async def _touch(self, keys: Sequence[ObjectKey]) -> None:
-        digests = [key.digest for key in keys]
-        await _all(
-            [
-                touch(list(map(part.binding.key, digests)))
-                for part, touch in zip(self._pool.parts, self._touches, strict=True)
-            ]
-        )
+    async def touch(self, keys: Sequence[ObjectKey]) -> None:
+        await self._each(lambda engine, keys: OptionalVerbs(engine).touch(keys), keys)
 
     async def aclose(self) -> None:
         await _all([engine.aclose() for engine in self._engines])

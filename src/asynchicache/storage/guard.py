@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from asynchicache.errors import ClosedError, StorageError, UsageError
 from asynchicache.failure_log import FailureLog
@@ -33,11 +33,10 @@ from asynchicache.storage.limits import BatchResult, PoolLimits
 from asynchicache.storage.presence import PresenceCache
 from asynchicache.storage.protocol import (
     Capabilities,
+    OptionalVerbs,
     PoolBinding,
     PoolEngine,
     StorageBackend,
-    TouchableEngine,
-    confirm_of,
 )
 from asynchicache.storage.statistics import CallCounters, PoolStatistics
 from asynchicache.types import Outcome
@@ -128,7 +127,7 @@ EXISTS = EngineCall(
     Outcome.FAILED,
     moves_pages=False,
 )
-CONFIRM = EXISTS._replace(ask=lambda engine, keys, _: confirm_of(engine)(keys))
+CONFIRM = EXISTS._replace(ask=lambda engine, keys, _: OptionalVerbs(engine).confirm(keys))
 """`exists` of what a restart would find; counted with it."""
 GET = EngineCall(
     "get",
@@ -158,7 +157,7 @@ DELETE = EngineCall(
 )
 TOUCH = EngineCall(
     "touch",
-    lambda engine, keys, _: cast("TouchableEngine", engine).touch(keys),
+    lambda engine, keys, _: OptionalVerbs(engine).touch(keys),
     lambda _, pages: [Outcome.HIT] * pages,
     (Outcome.HIT, Outcome.FAILED),
     Outcome.FAILED,
@@ -290,7 +289,7 @@ class GuardedPool:
         self._port = port
         self._limits = limits or PoolLimits()
         self._capabilities = engine.capabilities
-        self.touchable = isinstance(engine, TouchableEngine) and bool(getattr(engine, "evicts", True))
+        self.touchable = OptionalVerbs(engine).evicts
         """Whether the engine wants `touch` calls."""
         self._verifier = ReadVerifier(binding, self._capabilities, port)
         self._identities = {(binding.fingerprint, binding.pool, binding.shard)}
@@ -434,7 +433,7 @@ class GuardedPool:
             breaker=self._breaker.state,
             opened=self._breaker.opened,
             known=self._presence.statistics(),
-            full=bool(getattr(self._engine, "full", False)),
+            full=OptionalVerbs(self._engine).full,
             **counts,
         )
 

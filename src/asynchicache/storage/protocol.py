@@ -7,9 +7,11 @@ deadlines, limits and retries; an engine moves bytes between its medium and the 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import partial
+from inspect import iscoroutinefunction
+from typing import Any, Protocol, runtime_checkable
 
 from asynchicache.errors import ConfigError
 from asynchicache.hashing import ObjectKey
@@ -147,9 +149,7 @@ class PoolEngine(Protocol):
     counts the first key as the most recently used. It never evicts a page of a `put` to make room for
     another page of the same call, but rejects the page that does not fit. So a path loses its end first.
 
-    Four optional attributes are looked up by name: `touch`, see `TouchableEngine`; `confirm`, see
-    `ConfirmingEngine`; `evicts`, a bool, False if the engine never evicts and needs no `touch` calls; and
-    `full`, a bool, True while the medium refuses new pages.
+    An engine may have more than these verbs, see `OptionalVerbs`.
     """
 
     @property
@@ -184,41 +184,108 @@ class PoolEngine(Protocol):
         ...
 
 
-@runtime_checkable
-class TouchableEngine(Protocol):
-    """An engine that evicts by order of use and accepts reports of uses that it does not see.
+class OptionalVerbs:
+    """What an engine may have beside the verbs of `PoolEngine`: its own, or else the default here.
 
-    Optional: an engine without `touch`, e.g. an object store, works too. The core looks for the attribute.
+    The only list of such verbs. An engine has one if it has an attribute of that name that is not None, and
+    inherits from nothing. The core asks through this class, so an engine without the verb works too, and
+    wrappers pass on what they do not know, see `EngineWrapper`. So a new verb is a method here, with its
+    default; a method of `storage.guard`; and a method of the engines that have it.
+
+    A base class of engines with default methods would need less of this. But a wrapper that inherits a
+    default hides the verb of the engine that it wraps, and engines of others have no base class.
+
+    Args:
+        engine: the engine. Nothing is kept of it: a new `OptionalVerbs` costs less than a call.
     """
+
+    def __init__(self, engine: PoolEngine) -> None:
+        self._engine = engine
+        for verb in OPTIONAL_VERBS:
+            if has_verb(engine, verb):
+                setattr(self, verb, getattr(engine, verb))
 
     async def touch(self, keys: Sequence[ObjectKey]) -> None:
         """Count pages as used now, in the given order, the last one most recently: they were used in memory.
 
-        Skips missing keys. Moves no bytes. No request waits for it.
+        For an engine that evicts by order of use. Skips missing keys. Moves no bytes. No request waits for
+        it. Default: nothing.
         """
-        ...
-
-
-@runtime_checkable
-class ConfirmingEngine(Protocol):
-    """An engine whose `exists` answers from memory, and that can be asked to look at the medium.
-
-    Optional. `durable` asks `confirm`, or else `exists`.
-    """
 
     async def confirm(self, keys: Sequence[ObjectKey]) -> bytearray:
-        """As `exists`, of what a restart would find."""
-        ...
+        """As `exists`, of what a restart would find on the medium; `durable` asks it.
+
+        For an engine whose `exists` answers from memory. Default: `exists`.
+        """
+        return await self._engine.exists(keys)
+
+    @property
+    def evicts(self) -> bool:
+        """False if the engine never evicts, and needs no `touch` calls. Default: whether it has `touch`."""
+        return has_verb(self._engine, "touch") and bool(getattr(self._engine, "evicts", True))
+
+    @property
+    def full(self) -> bool:
+        """Whether the medium refuses new pages now. Default: False."""
+        return bool(getattr(self._engine, "full", False))
 
 
-def confirm_of(engine: PoolEngine) -> Callable[[Sequence[ObjectKey]], Awaitable[bytearray]]:
-    """The engine's `confirm`, or `exists` if it has none."""
-    return engine.confirm if isinstance(engine, ConfirmingEngine) else engine.exists
+OPTIONAL_VERBS = tuple(name for name, verb in vars(OptionalVerbs).items() if iscoroutinefunction(verb))
 
 
-def touch_of(engine: PoolEngine) -> Callable[[Sequence[ObjectKey]], Awaitable[None]] | None:
-    """The engine's `touch`, for a wrapper to delegate to; None if the engine has none."""
-    return engine.touch if isinstance(engine, TouchableEngine) else None
+def has_verb(engine: PoolEngine, verb: str) -> bool:
+    """Whether an engine has an optional verb of its own."""
+    return getattr(engine, verb, None) is not None
+
+
+class EngineWrapper:
+    """An engine around another one, to which it passes every call; the base of wrappers, which change some.
+
+    It has the optional verbs of the wrapped engine, and no others. Every call goes through `call`, also that
+    of an optional verb which is younger than the wrapper.
+
+    Args:
+        engine: the wrapped engine.
+    """
+
+    def __init__(self, engine: PoolEngine) -> None:
+        self._engine = engine
+        self.capabilities = engine.capabilities
+        for verb in OPTIONAL_VERBS:
+            if not has_verb(engine, verb):
+                setattr(self, verb, None)  # the default of the core is that of the outermost engine
+            elif not hasattr(type(self), verb):
+                setattr(self, verb, partial(self.call, verb))
+
+    async def call(self, verb: str, *arguments: Any) -> Any:
+        """Call a verb of the wrapped engine; the first argument, if it is a sequence, are the keys."""
+        return await getattr(self._engine, verb)(*arguments)
+
+    @property
+    def evicts(self) -> bool:
+        return OptionalVerbs(self._engine).evicts
+
+    @property
+    def full(self) -> bool:
+        return OptionalVerbs(self._engine).full
+
+    def exists(self, keys: Sequence[ObjectKey]) -> Coroutine[Any, Any, bytearray]:
+        return self.call("exists", keys)
+
+    def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Coroutine[Any, Any, list[Outcome]]:
+        return self.call("get", keys, slots)
+
+    def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> Coroutine[Any, Any, list[Outcome]]:
+        return self.call("put", keys, slots)
+
+    def delete(self, keys: Sequence[ObjectKey]) -> Coroutine[Any, Any, list[Outcome]]:
+        return self.call("delete", keys)
+
+    def clear(self) -> Coroutine[Any, Any, int]:
+        return self.call("clear")
+
+    def aclose(self) -> Coroutine[Any, Any, None]:
+        return self.call("aclose")
 
 
 @runtime_checkable

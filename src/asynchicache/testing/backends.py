@@ -17,12 +17,13 @@ import resource
 import selectors
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256, shake_128
 from pathlib import Path
+from typing import Any
 
 from asynchicache.hashing import NO_NAMESPACE, ObjectKey
 from asynchicache.layouts import HEADER_BYTES, SlotLayout
@@ -30,7 +31,7 @@ from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.deadlines import run_immediate
-from asynchicache.storage.protocol import PoolEngine, StorageBackend, TouchableEngine
+from asynchicache.storage.protocol import OptionalVerbs, PoolEngine, StorageBackend, has_verb
 from asynchicache.types import Outcome
 
 _POISON = b"\xa5"
@@ -207,6 +208,12 @@ class _WatchedSelector(selectors.DefaultSelector):
 
 _CALLS = 10
 """Of each verb. A thread of the engine may have the interpreter's lock in some, not in all."""
+
+OPTIONAL_CALLS: dict[str, Callable[[OptionalVerbs, list[ObjectKey]], Coroutine[Any, Any, object]]] = {
+    "touch": lambda verbs, keys: verbs.touch(keys),
+    "confirm": lambda verbs, keys: verbs.confirm(keys),
+}
+"""A call of each optional verb, about the pages of some keys. Each also has a test of what it does."""
 
 STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
 CORRUPT, REJECTED = Outcome.CORRUPT, Outcome.REJECTED
@@ -397,6 +404,8 @@ class BackendConformance:
             assert run_immediate(bench.engine.put(keys, [0])) == [STORED]
             assert run_immediate(bench.engine.exists(keys)) == b"\1"
             assert run_immediate(bench.engine.get(keys, [1])) == [HIT]
+            for ask in OPTIONAL_CALLS.values():
+                run_immediate(ask(OptionalVerbs(bench.engine), keys))
             assert run_immediate(bench.engine.delete(keys)) == [HIT]
 
     async def test_no_call_blocks_the_loop(self, tmp_path: Path) -> None:
@@ -424,8 +433,10 @@ class BackendConformance:
                     "put": partial(bench.engine.put, keys, [0]),
                     "exists": partial(bench.engine.exists, keys),
                     "get": partial(bench.engine.get, keys, [1]),
-                    "delete": partial(bench.engine.delete, keys),
                 }
+                verbs = OptionalVerbs(bench.engine)
+                calls |= {verb: partial(ask, verbs, keys) for verb, ask in OPTIONAL_CALLS.items()}
+                calls["delete"] = partial(bench.engine.delete, keys)
                 for verb, call in calls.items():
                     selector.begin()
                     await call()
@@ -440,24 +451,33 @@ class BackendConformance:
         async with self.backend(tmp_path) as backend:
             bench = await self.open(backend)
             await bench.put(bench.keys(1, 2), [0, 1])
-            if not isinstance(bench.engine, TouchableEngine):
-                return
 
             for keys in (bench.keys(2, 9, 1, 1), [], bench.keys(*range(1000))):
-                await bench.engine.touch(keys)
+                await OptionalVerbs(bench.engine).touch(keys)
 
             assert await bench.engine.exists(bench.keys(1, 2, 9)) == bytes([1, 1, 0])
             assert await bench.get(bench.keys(2, 9, 1), [2, 3, 4]) == [HIT, MISS, HIT]
+
+    async def test_what_is_stored_is_confirmed_and_nothing_else(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            await bench.put(bench.keys(1, 2, 3), [0, 1, 2])
+            await bench.engine.delete(bench.keys(2))
+            confirm = OptionalVerbs(bench.engine).confirm
+
+            assert await confirm(bench.keys(9, 3, 2, 1)) == bytes([0, 1, 0, 1])
+            assert await confirm([]) == b""
+            assert await confirm(bench.keys(*range(1000))) == bytes([0, 1, 0, 1]) + bytes(996)
 
     async def test_what_was_touched_last_is_evicted_last(self, tmp_path: Path) -> None:
         if not self.bounded:
             return
         async with self.backend(tmp_path, pages=8) as backend:
             bench = await self.open(backend)
-            assert isinstance(bench.engine, TouchableEngine), "`bounded`, but the engine has no touch"
+            assert has_verb(bench.engine, "touch"), "`bounded`, but the engine has no touch"
             for number in range(8):
                 await bench.put(bench.keys(number), [0])
-            await bench.engine.touch(bench.keys(5, 4, 3, 2, 1, 0))
+            await OptionalVerbs(bench.engine).touch(bench.keys(5, 4, 3, 2, 1, 0))
 
             assert await self._left(bench, range(8), new=range(20, 22)) == [0, 1, 2, 3, 4, 5]
             assert await self._left(bench, range(8), new=range(22, 27)) == [0]

@@ -8,22 +8,23 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 from asynchicache.errors import ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.storage.protocol import (
-    Capabilities,
+    OPTIONAL_VERBS,
+    EngineWrapper,
     PoolBinding,
     PoolEngine,
     StorageBackend,
-    touch_of,
 )
 from asynchicache.types import Outcome
 
 Sleep = Callable[[float], Awaitable[object]]
 EngineMethod = Callable[[Sequence[ObjectKey], Sequence[int]], Awaitable[list[Outcome]]]
 
-CALLS = ("exists", "get", "put", "delete", "touch", "clear")
+CALLS = ("exists", "get", "put", "delete", "clear", *OPTIONAL_VERBS)
 """What may go wrong, by the engine's methods."""
 
 _REMEMBERED = 64  # recent pages of an engine that a swap may return instead
@@ -54,19 +55,10 @@ class Persistent:
         await self._backend.aclose()
 
 
-class _PersistentEngine:
+class _PersistentEngine(EngineWrapper):
     def __init__(self, engine: PoolEngine, attempts: int) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._attempts = attempts
-        self.exists = engine.exists
-        self.delete = engine.delete
-        self.clear = engine.clear
-        self.aclose = engine.aclose
-        self.touch = touch_of(engine)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._engine.capabilities
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         return await self._again(self._engine.get, keys, slots)
@@ -119,41 +111,16 @@ class Latency:
         await self._sleep(self._call + pages * self._page)
 
 
-class _SlowEngine:
+class _SlowEngine(EngineWrapper):
     def __init__(self, engine: PoolEngine, wait: Callable[[int], Awaitable[None]]) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._wait = wait
-        self._inner_touch = touch_of(engine)
-        self.touch = self._touch if self._inner_touch is not None else None
         self.capabilities = replace(engine.capabilities, immediate=False)
 
-    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
-        await self._wait(len(keys))
-        return await self._engine.exists(keys)
-
-    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        await self._wait(len(keys))
-        return await self._engine.get(keys, slots)
-
-    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        await self._wait(len(keys))
-        return await self._engine.put(keys, slots)
-
-    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
-        await self._wait(len(keys))
-        return await self._engine.delete(keys)
-
-    async def _touch(self, keys: Sequence[ObjectKey]) -> None:
-        await self._wait(len(keys))
-        if self._inner_touch is not None:
-            await self._inner_touch(keys)
-
-    async def clear(self) -> int:
-        await self._wait(0)
-        return await self._engine.clear()
-
-    async def aclose(self) -> None:
-        await self._engine.aclose()
+    async def call(self, verb: str, *arguments: Any) -> Any:
+        if verb != "aclose":
+            await self._wait(len(arguments[0]) if arguments and isinstance(arguments[0], Sequence) else 0)
+        return await super().call(verb, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +133,7 @@ class FaultRates:
         hang: a call waits for `Faulty.release`, then continues.
         late: a call does its work immediately, but returns `late_seconds` of the `Faulty` later.
         partial: a page of a get or put is skipped and returns FAILED.
-        lie: a key of `exists` gets the wrong answer.
+        lie: a key of `exists` or `confirm` gets the wrong answer.
         swap: a read returns HIT with another complete, sealed page: one of the same call or one that the
             engine stored before. If there is none, the right page gets a flipped bit.
         drop: a page of a put returns STORED but is not stored.
@@ -283,27 +250,26 @@ class Faulty:
             await self._sleep(self._late_seconds)
 
 
-class _FaultyEngine:
+class _FaultyEngine(EngineWrapper):
     def __init__(self, engine: PoolEngine, binding: PoolBinding, faults: Faulty) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._binding = binding
         self._faults = faults
         self._stored: deque[ObjectKey] = deque(maxlen=_REMEMBERED)
-        self._inner_touch = touch_of(engine)
-        self.touch = self._touch if self._inner_touch is not None else None
+        self.capabilities = replace(engine.capabilities, checks=False, immediate=False)
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(self._engine.capabilities, checks=False, immediate=False)
-
-    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
-        if not self._concerned("exists"):
-            return await self._engine.exists(keys)
+    async def call(self, verb: str, *arguments: Any) -> Any:
+        """What goes wrong with every verb but `get` and `put`."""
+        if not self._concerned(verb):
+            return await super().call(verb, *arguments)
         if not await self._faults.enter():
-            raise StorageError("made to fail; exists has no other word for it")
-        found = await self._engine.exists(keys)
+            if verb == "delete":
+                return [Outcome.FAILED] * len(arguments[0])
+            raise StorageError(f"made to fail; {verb} has no other word for it")
+        answer = await super().call(verb, *arguments)
         await self._faults.leave()
-        return bytearray([there ^ self._faults.occurs("lie") for there in found])
+        bits = isinstance(answer, bytearray)
+        return bytearray([there ^ self._faults.occurs("lie") for there in answer]) if bits else answer
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         if not self._concerned("get"):
@@ -330,36 +296,6 @@ class _FaultyEngine:
         if dropped := [key for key in stored if self._faults.occurs("drop")]:
             await self._engine.delete(dropped)
         return outcomes
-
-    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
-        if not self._concerned("delete"):
-            return await self._engine.delete(keys)
-        if not await self._faults.enter():
-            return [Outcome.FAILED] * len(keys)
-        outcomes = await self._engine.delete(keys)
-        await self._faults.leave()
-        return outcomes
-
-    async def _touch(self, keys: Sequence[ObjectKey]) -> None:
-        concerned = self._concerned("touch")
-        if concerned and not await self._faults.enter():
-            raise StorageError("made to fail; touch has no other word for it")
-        if self._inner_touch is not None:
-            await self._inner_touch(keys)
-        if concerned:
-            await self._faults.leave()
-
-    async def clear(self) -> int:
-        if not self._concerned("clear"):
-            return await self._engine.clear()
-        if not await self._faults.enter():
-            raise StorageError("made to fail; clear has no other word for it")
-        count = await self._engine.clear()
-        await self._faults.leave()
-        return count
-
-    async def aclose(self) -> None:
-        await self._engine.aclose()
 
     def _concerned(self, call: str) -> bool:
         return self._faults.rates.concern(call, self._binding.pool)

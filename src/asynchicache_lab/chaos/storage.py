@@ -16,7 +16,13 @@ from asynchicache.controller.inspection import Inspection
 from asynchicache.hashing import ObjectKey, page_digests
 from asynchicache.storage.breaker import BreakerState
 from asynchicache.storage.limits import PoolLimits
-from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine, StorageBackend, touch_of
+from asynchicache.storage.protocol import (
+    Capabilities,
+    EngineWrapper,
+    PoolBinding,
+    PoolEngine,
+    StorageBackend,
+)
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.types import Outcome
 from asynchicache_lab.chaos.calls import Call, Calls
@@ -251,16 +257,15 @@ class TrackedBackend:
         return _WatchedCalls(await self._backend.open_pool(binding), binding.pool, self)
 
 
-class _WatchedCalls:
+class _WatchedCalls(EngineWrapper):
+    evicts = True  # also a store without a bound is told of uses, so that faults of `touch` are tried
+
     def __init__(self, engine: PoolEngine, pool: str, watched: TrackedBackend) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._pool = pool
         self._watched = watched
         self._storage = watched.storage
         self.capabilities = watched.storage.capabilities(engine.capabilities)
-        self.clear = engine.clear
-        self.touch = touch_of(engine)
-        self.aclose = engine.aclose
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         with self._counting_errors():
@@ -346,7 +351,7 @@ class VerifyingBackend:
         await self._backend.aclose()
 
 
-class _VerifyingEngine:
+class _VerifyingEngine(EngineWrapper):
     def __init__(
         self,
         engine: MemoryEngine,
@@ -355,17 +360,11 @@ class _VerifyingEngine:
         pages: HostPages,
         ledger: Ledger,
     ) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._binding = binding
         self._store = store
         self._pages = pages
         self._ledger = ledger
-        self.capabilities = engine.capabilities
-        self.exists = engine.exists
-        self.delete = engine.delete
-        self.clear = engine.clear
-        self.touch = touch_of(engine)
-        self.aclose = engine.aclose
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         outcomes = await self._engine.get(keys, slots)

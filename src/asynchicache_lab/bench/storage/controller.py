@@ -16,7 +16,7 @@ from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
 from asynchicache.storage.limits import PoolLimits
-from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine, StorageBackend
+from asynchicache.storage.protocol import EngineWrapper, PoolBinding, PoolEngine, StorageBackend
 from asynchicache.types import Outcome, Tier
 from asynchicache_lab.bench.storage.report import RoundSample
 
@@ -60,15 +60,9 @@ class WatchedBackend:
         await self._backend.aclose()
 
 
-class _WatchedEngine:
+class _WatchedEngine(EngineWrapper):
     def __init__(self, engine: PoolEngine, watch: WatchedBackend) -> None:
-        self.capabilities: Capabilities = engine.capabilities
-        self.exists = engine.exists
-        self.get = engine.get
-        self.delete = engine.delete
-        self.clear = engine.clear
-        self.aclose = engine.aclose
-        self._engine = engine
+        super().__init__(engine)
         self._watch = watch
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
