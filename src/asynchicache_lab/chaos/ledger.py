@@ -17,7 +17,7 @@ class Ledger:
         violations: descriptions of broken invariants.
         served: prompt tokens by the tier that served them, or `nowhere`.
         costs: pages that were looked up, read and written, by `costs.KINDS`.
-        calls_failed: calls of storage that raised.
+        calls_failed: calls of storage that raised, or were answered with a failure.
         lines: lines that storage wrote to the log; one for each of these calls, and few more.
     """
 
