@@ -39,7 +39,7 @@ from asynchicache.layouts import HostLayout as HostLayout
 from asynchicache.planner.hints import CacheHint as CacheHint
 from asynchicache.pools.engine import EngineMemory as EngineMemory
 from asynchicache.pools.engine import EnginePages as EnginePages
-from asynchicache.ranks.joining import RankGroup as RankGroup
+from asynchicache.ranks.group import RankGroup as RankGroup
 from asynchicache.ranks.options import RankLimits as RankLimits
 from asynchicache.ranks.worker import RankWorker as RankWorker
 from asynchicache.specs import ModelSpec as ModelSpec

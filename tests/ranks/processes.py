@@ -11,7 +11,7 @@ from pathlib import Path
 
 from asynchicache import CacheConfig, HybridCache
 from asynchicache.hashing import namespace_seed, page_digests
-from asynchicache.ranks.joining import RankGroup
+from asynchicache.ranks.group import RankGroup
 from asynchicache.ranks.options import RankLimits
 from asynchicache.specs import ModelSpec
 from asynchicache.testing.oracle import ByteOracle

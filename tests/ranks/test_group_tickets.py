@@ -8,7 +8,7 @@ import pytest
 
 from asynchicache.errors import TransferError
 from asynchicache.ranks.frames import FrameWriter
-from asynchicache.ranks.group import GroupTransfers
+from asynchicache.ranks.group_work import GroupTransfers
 from asynchicache.ranks.leader import RankLeader
 from asynchicache.ranks.messages import EndAnswer
 from asynchicache.transfer.plan import CacheOperation, Direction

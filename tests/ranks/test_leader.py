@@ -8,7 +8,7 @@ import pytest
 
 from asynchicache.errors import RankError, RankLostError, RankProtocolError
 from asynchicache.ranks.frames import FrameWriter
-from asynchicache.ranks.group import GroupStorage
+from asynchicache.ranks.group_work import GroupStorage
 from asynchicache.ranks.leader import RankLeader
 from asynchicache.ranks.messages import (
     EndAnswer,

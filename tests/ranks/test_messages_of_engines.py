@@ -11,7 +11,7 @@ import pytest
 from asynchicache import CacheConfig, RankError, UsageError
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.errors import RankLostError
-from asynchicache.ranks.joining import MAX_MESSAGE, RankGroup
+from asynchicache.ranks.group import MAX_MESSAGE, RankGroup
 from asynchicache.ranks.links import receive, send
 from asynchicache.ranks.worker import RankWorker
 from asynchicache.testing.seeded import SeededWorld, run_seeded

@@ -11,7 +11,7 @@ import pytest
 from asynchicache import HybridCache
 from asynchicache.errors import CacheError, ConfigError, RankError, RankLostError, TransferError
 from asynchicache.integrations.metrics import FAMILIES
-from asynchicache.ranks.joining import RankGroup
+from asynchicache.ranks.group import RankGroup
 from asynchicache.ranks.options import RankLimits
 from asynchicache.ranks.worker import RankWorker
 from ranks.processes import SPEC, TOKEN, ProcessGroup, config, processes

@@ -16,7 +16,7 @@ from torch import distributed
 from asynchicache import RankError
 from asynchicache.integrations.transformers.calls import Feed, Restore
 from asynchicache.integrations.transformers.model import PrefixCachedModel
-from asynchicache.ranks.joining import RankGroup
+from asynchicache.ranks.group import RankGroup
 from integrations.zoo import PAGE, random_tokens
 from ranks.launch import Follower, launch
 from ranks.sharded_model import (

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from asynchicache import CacheConfig, HybridCache, ModelSpec
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.errors import RankError, UsageError
-from asynchicache.ranks.joining import RankGroup
+from asynchicache.ranks.group import RankGroup
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache_lab.ranks.chaos import LIMITS, PAGE
 from asynchicache_lab.ranks.group import openings, seeded_group

@@ -13,7 +13,7 @@ from torch import distributed
 
 from asynchicache import HybridCache
 from asynchicache.hashing import namespace_seed, page_digests
-from asynchicache.ranks.joining import RankGroup
+from asynchicache.ranks.group import RankGroup
 from asynchicache.types import token_array
 from integrations.zoo import PAGE, random_tokens
 from ranks.launch import Follower, launch

@@ -5,7 +5,7 @@ cannot disagree: they can be late, or fail, and both are answers.
 
 R1: entries have one order, which `ranks.frames` protects.
 R3: an operation has ended when all ranks say so (`ranks.pending`).
-R4: outcomes are intersected per page, the worst first (`ranks.group`).
+R4: outcomes are intersected per page, the worst first (`ranks.group_work`).
 R6: answers carry the operation and its status.
 R7: nothing waits without a deadline; a rank past it is lost, and the group goes on cold.
 """

@@ -31,9 +31,9 @@ from asynchicache.pools.shared import share as handle_of
 from asynchicache.pools.sizing import FreeMemory, plan_host_slots, plan_slots
 from asynchicache.ports import Port
 from asynchicache.ranks.follower import AppliedStep, RankFollower
+from asynchicache.ranks.group import HandshakeLink
 from asynchicache.ranks.handshake import build_of
 from asynchicache.ranks.host_sizes import need_of
-from asynchicache.ranks.joining import HandshakeLink
 from asynchicache.ranks.links import Address, Link, connect, receive, send
 from asynchicache.ranks.messages import PROTOCOL, Hello, MemoryHandles, Ready, Refused, Welcome
 from asynchicache.ranks.options import RankLimits

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig
 from asynchicache.pools.engine import EngineMemory
-from asynchicache.ranks.joining import RankGroup
+from asynchicache.ranks.group import RankGroup
 from asynchicache.ranks.options import RankLimits
 from asynchicache.ranks.worker import RankWorker
 from asynchicache.specs import ModelSpec

@@ -19,7 +19,7 @@ from asynchicache.cache import HybridCache
 from asynchicache.controller.request import Request
 from asynchicache.errors import RankError, StorageError, TransferError
 from asynchicache.hashing import namespace_seed, page_digests
-from asynchicache.ranks.joining import RankGroup
+from asynchicache.ranks.group import RankGroup
 from asynchicache.ranks.worker import RankWorker
 from asynchicache.specs import ModelSpec
 from asynchicache.streams.emulated import EmulatedDevice

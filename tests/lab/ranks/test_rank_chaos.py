@@ -11,7 +11,7 @@ from asynchicache import parts
 from asynchicache.pools.sizing import plan_slots
 from asynchicache.ranks import worker
 from asynchicache.ranks.follower import RankFollower
-from asynchicache.ranks.group import GroupStorage, GroupTransfers
+from asynchicache.ranks.group_work import GroupStorage, GroupTransfers
 from asynchicache.ranks.handshake import Members
 from asynchicache.ranks.leader import Answers, RankAnswer, RankLeader
 from asynchicache.ranks.messages import (

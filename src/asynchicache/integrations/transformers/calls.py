@@ -23,7 +23,7 @@ from asynchicache.integrations.transformers.bridge import HitSlots, NewSlots, Pr
 from asynchicache.integrations.transformers.forward import decode, feed
 from asynchicache.integrations.transformers.snapshot import SavedStates, save_states, trim_windows
 from asynchicache.integrations.transformers.thread import ModelThread
-from asynchicache.ranks.joining import RankGroup
+from asynchicache.ranks.group import RankGroup
 
 T = TypeVar("T")
 

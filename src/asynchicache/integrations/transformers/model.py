@@ -37,7 +37,7 @@ from asynchicache.integrations.transformers.weights import base_model
 from asynchicache.openings import Opening, caller
 from asynchicache.options import check_kind
 from asynchicache.planner.hints import NO_HINT, CacheHint
-from asynchicache.ranks.joining import RankGroup
+from asynchicache.ranks.group import RankGroup
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 

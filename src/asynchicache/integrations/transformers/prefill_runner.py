@@ -22,7 +22,7 @@ from asynchicache.integrations.transformers.snapshot import new_cache
 from asynchicache.integrations.transformers.thread import ModelThread
 from asynchicache.integrations.transformers.weights import ModelWeights
 from asynchicache.options import check_kind
-from asynchicache.ranks.joining import RankGroup
+from asynchicache.ranks.group import RankGroup
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.types import check_number

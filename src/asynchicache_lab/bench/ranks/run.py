@@ -21,7 +21,7 @@ import msgspec
 
 from asynchicache.cache import HybridCache
 from asynchicache.controller.request import Request
-from asynchicache.ranks.joining import RankGroup
+from asynchicache.ranks.group import RankGroup
 from asynchicache_lab.bench.ranks.options import ROUNDS, RanksOptions
 from asynchicache_lab.bench.ranks.report import PAIRS, Pair, RanksReport, Spread
 from asynchicache_lab.bench.ranks.setup import LIMITS, TOKEN, Collective, config, model
