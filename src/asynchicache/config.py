@@ -19,8 +19,8 @@ from msgspec.inspect import StrType
 
 from asynchicache.errors import ConfigError
 from asynchicache.layouts import HostLayout
-from asynchicache.options import Natural, Positive, Seconds, Share, options_of, parse_value
-from asynchicache.planner.options import PlannerOptions, PrefetchOptions
+from asynchicache.options import Given, Natural, Positive, Seconds, Share, default, options_of, parse_value
+from asynchicache.planner.options import PlannerOptions, PrefetchOptions, WriteWord
 from asynchicache.ports import Port
 from asynchicache.storage.deadlines import as_storage_error
 from asynchicache.storage.limits import PoolLimits
@@ -85,14 +85,16 @@ class CacheConfig(PlannerOptions, frozen=True, kw_only=True):
 
     device: str = "cpu"
     inline: bool = False
-    host_layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT
-    copy_path: CopyPath | None = None
+    host_layout: Given[HostLayout, Literal["page_first_direct", "page_first", "layer_first"]] = default(
+        HostLayout.PAGE_FIRST_DIRECT
+    )
+    copy_path: Given[CopyPath | None, Literal["batch", "kernel", "plain"]] = default(None)
     audit: Share = 0.0
-    prefetch: PrefetchOptions = PrefetchOptions()
+    prefetch: Given[PrefetchOptions, Mapping[str, object]] = default(PrefetchOptions())
     storage: str | None = None
-    storage_options: dict[str, Any] = {}  # noqa: RUF012  copied for each struct
-    storage_limits: PoolLimits = PoolLimits()
-    store_bytes: Positive = 1 << 30
+    storage_options: Given[dict[str, Any], Mapping[str, Any]] = default({})  # copied for each struct
+    storage_limits: Given[PoolLimits, Mapping[str, object]] = default(PoolLimits())
+    store_bytes: Given[Positive, str] = default(1 << 30)
     store_parts: Natural = 0
     weight_version: str | None = None
     salt: str = ""
@@ -103,46 +105,10 @@ class CacheConfig(PlannerOptions, frozen=True, kw_only=True):
     io_threads: Positive = 8
     seed: int | None = None
 
-    if TYPE_CHECKING:
-        # What type checkers take: besides the types of the fields, the words of a file, which are converted.
-        # Defaults and rules are those of the fields; a test compares names and words with them.
-        def __init__(
-            self,
-            *,
-            device_slots: Mapping[str, int] = ...,
-            host_slots: Mapping[str, int] = ...,
-            device_bytes: int | str | None = ...,
-            host_bytes: int | str | None = ...,
-            host_ratio: float = ...,
-            tokens_per_state: int = ...,
-            share_host: bool = ...,
-            device: str = ...,
-            inline: bool = ...,
-            host_layout: HostLayout | Literal["page_first_direct", "page_first", "layer_first"] = ...,
-            copy_path: CopyPath | Literal["batch", "kernel", "plain"] | None = ...,
-            audit: float = ...,
-            page_keys: bool = ...,
-            tails: bool = ...,
-            write_policy: WritePolicy
-            | Literal["write_through", "write_through_selective", "write_back"] = ...,
-            clean_share: float = ...,
-            eviction: str = ...,
-            checkpoints: str = ...,
-            prefetch: PrefetchOptions | Mapping[str, object] = ...,
-            storage: str | None = ...,
-            storage_options: Mapping[str, Any] = ...,
-            storage_limits: PoolLimits | Mapping[str, object] = ...,
-            store_bytes: int | str = ...,
-            store_parts: int = ...,
-            weight_version: str | None = ...,
-            salt: str = ...,
-            rank: int = ...,
-            ranks: int = ...,
-            count_namespaces: int = ...,
-            close_seconds: float = ...,
-            io_threads: int = ...,
-            seed: int | None = ...,
-        ) -> None: ...
+    if TYPE_CHECKING:  # mypy forgets what an inherited option reads as
+        device_bytes: Given[int | None, str] = default(None)
+        host_bytes: Given[int | None, str] = default(None)
+        write_policy: Given[WritePolicy, WriteWord] = default(WritePolicy.WRITE_THROUGH)
 
     def check(self) -> None:
         super().check()

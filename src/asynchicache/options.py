@@ -22,9 +22,11 @@ from typing import (
     Annotated,
     Any,
     ClassVar,
+    Generic,
     NamedTuple,
     Self,
     TypeAlias,
+    TypeVar,
     cast,
     get_origin,
     get_type_hints,
@@ -44,6 +46,34 @@ Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 LARGEST_FLOAT = sys.float_info.max
 """The bound of a number that must be finite: `Meta(le=LARGEST_FLOAT)`."""
 FiniteSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=LARGEST_FLOAT)]
+
+T = TypeVar("T")
+G = TypeVar("G")
+
+if TYPE_CHECKING:
+
+    class Given(Generic[T, G]):
+        """The type of an option that reads as `T` and may also be given as `G`, which a file has.
+
+        Type checkers take an annotation with `__set__` for what `__init__` accepts. Rules and conversion are
+        those of `T`, which is all that is left when the program runs.
+        """
+
+        def __get__(self, options: object, owner: object = None) -> T: ...
+        def __set__(self, options: object, value: T | G) -> None: ...
+
+    def default(value: T) -> Given[T, Any]:
+        """The default of a `Given` option."""
+        ...
+
+else:
+
+    class Given:
+        def __class_getitem__(cls, kinds: tuple[Any, Any]) -> Any:
+            return kinds[0]
+
+    def default(value: T) -> T:
+        return value
 
 
 _SECRETS = frozenset({"password", "storage_options"})

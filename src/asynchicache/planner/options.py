@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta
 
-from asynchicache.options import Natural, Options, Share
+from asynchicache.options import Given, Natural, Options, Share, default
 from asynchicache.planner.checkpoints import DEFAULT_WORDS, CheckpointPolicy
 from asynchicache.pools.sizing import SizeOptions
 from asynchicache.tree.policies import EVICTION, policy
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
 _WaitSeconds: TypeAlias = Annotated[float, Meta(ge=0)]
+WriteWord: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
+_WaitWord: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
 
 
 class PlannerOptions(SizeOptions, frozen=True, kw_only=True):
@@ -34,7 +36,7 @@ class PlannerOptions(SizeOptions, frozen=True, kw_only=True):
 
     page_keys: bool = False
     tails: bool = False
-    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    write_policy: Given[WritePolicy, WriteWord] = default(WritePolicy.WRITE_THROUGH)
     clean_share: Share = 0.125
     eviction: str = EVICTION
     checkpoints: str = DEFAULT_WORDS
@@ -63,25 +65,12 @@ class PrefetchOptions(Options, frozen=True, kw_only=True):
 
     subject: ClassVar[str] = "prefetch "
 
-    policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
+    policy: Given[PrefetchPolicy, _WaitWord] = default(PrefetchPolicy.TIMEOUT)
     base_seconds: _WaitSeconds = 2.0
     seconds_per_ki_token: _WaitSeconds = 0.1
     max_seconds: _WaitSeconds = 30.0
     min_fetch_tokens: Natural = 0
     load_or_compute: bool = False
-
-    if TYPE_CHECKING:
-        # What type checkers take, see `CacheConfig`.
-        def __init__(
-            self,
-            *,
-            policy: PrefetchPolicy | Literal["best_effort", "wait_complete", "timeout"] = ...,
-            base_seconds: float = ...,
-            seconds_per_ki_token: float = ...,
-            max_seconds: float = ...,
-            min_fetch_tokens: int = ...,
-            load_or_compute: bool = ...,
-        ) -> None: ...
 
     def deadline(self, tokens: int) -> float:
         """The seconds that a prefetch of `tokens` tokens may wait."""

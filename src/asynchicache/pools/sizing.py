@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from asynchicache.errors import CapacityError, ConfigError
 from asynchicache.layouts import ALIGNMENT, SlotLayout
-from asynchicache.options import LARGEST_FLOAT, Natural, Options, Positive
+from asynchicache.options import LARGEST_FLOAT, Given, Natural, Options, Positive, default
 from asynchicache.pools.extents import ExtentPlan, choose_extent_bytes
 from asynchicache.specs import ModelSpec, PoolSpec
 
@@ -41,8 +41,8 @@ class SizeOptions(Options, frozen=True, kw_only=True):
 
     device_slots: Mapping[str, Positive] = {}
     host_slots: Mapping[str, Natural] = {}
-    device_bytes: Natural | None = None
-    host_bytes: Natural | None = None
+    device_bytes: Given[Natural | None, str] = default(None)
+    host_bytes: Given[Natural | None, str] = default(None)
     host_ratio: Annotated[float, Meta(ge=0, le=LARGEST_FLOAT)] = 2.0
     share_host: bool = True
     tokens_per_state: Positive = TOKENS_PER_STATE
