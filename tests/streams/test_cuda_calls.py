@@ -247,6 +247,13 @@ def test_threads_that_wait_break_no_capture_of_others(
     assert _notified(device, stream) is None
 
     assert seen == [RELAXED] * 4  # here twice, on the waiter's thread twice
+    stream.launch(partial(query, event))  # which may allocate, or load a kernel
+    with stream.current():
+        stream.launch(partial(query, event))
+    assert seen[4:] == [RELAXED] * 2
+    with device.capture(stream):
+        stream.launch(partial(query, event))
+    assert seen[6:] == [GLOBAL], "of a capture of ours, CUDA shall tell what breaks it"
     assert modes.now == GLOBAL
     device.close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -332,14 +332,14 @@ class CudaStream:
             )
 
     def _run(self, work: Callable[[], object]) -> None:
-        with self.device.here(), self._as_torchs():
+        with self.device.here(), self._as_torchs(), self._beside_captures():
             work()
 
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make this torch's current stream of this thread, once for many launches."""
         thread = self.device.thread
-        with self.device.within(self.device.here, self._as_torchs):
+        with self.device.within(self.device.here, self._as_torchs, self._beside_captures):
             before, thread.current = thread.current, self
             try:
                 yield
@@ -348,6 +348,10 @@ class CudaStream:
 
     def _as_torchs(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.torch_stream)
+
+    def _beside_captures(self) -> AbstractContextManager[None]:
+        """Work may allocate, or load a kernel, which a capture of an engine's would not survive."""
+        return nullcontext() if self._captured() else relaxed_capture_mode()
 
     def record(self, event: Event) -> None:
         """Record `event` behind everything enqueued so far.

@@ -327,9 +327,9 @@ class TransferEngine:
         if plan is None:
             raise record.error or TransferError("there is no plan")
         copies = self._copier.prepare(plan)
-        sample = self.audit.choose(plan) if self.audit else None
         last = len(plan.groups) - 1
         with stream.current():
+            sample = self.audit.choose(plan) if self.audit else None  # here: it allocates
             for layers in plan.groups:
                 self._copier.enqueue(stream, copies, layers)
                 if sample is not None:
