@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -90,6 +91,39 @@ def test_restored_cache_is_the_original(name: str) -> None:
             expected, logits = (decode(model, c, token, length)[0] for c in (original, restored))
             assert torch.equal(logits, expected)
         assert differences(restored, original) == []
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_eight_bits_go_through_as_they_are(dtype: str) -> None:
+    cache, pools = (
+        filled("llama", "float32", random_tokens(LENGTH), LENGTH),
+        pool_map(tiny_spec("llama", dtype), 8),
+    )
+    for layer in cache.layers:
+        layer.keys, layer.values = (held.to(getattr(torch, dtype)) for held in (layer.keys, layer.values))
+    save(cache, pools, BOUNDARIES[-1])
+    for layer, restored in zip(cache.layers, load("llama", pools, BOUNDARIES[-1]).layers, strict=True):
+        for kept, found in ((layer.keys, restored.keys), (layer.values, restored.values)):
+            assert found.dtype == kept.dtype
+            assert torch.equal(found.view(torch.uint8), kept[:, :, : BOUNDARIES[-1]].view(torch.uint8))
+
+
+def test_slot_numbers_go_to_the_device_once_for_all_layers_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = [], torch.tensor
+    pools, cache = (
+        pool_map(tiny_spec("gemma3"), 8),
+        filled("gemma3", "float32", random_tokens(LENGTH), LENGTH),
+    )
+
+    def counted(given: object, **named: object) -> torch.Tensor:
+        made.extend([given] if isinstance(given, Sequence) else ())  # transformers makes numbers
+        return make(given, **named)
+
+    monkeypatch.setattr(torch, "tensor", counted)
+    save(cache, pools, BOUNDARIES[-1])
+    assert len(made) == len(pools.pages) == 2
+    load("gemma3", pools, BOUNDARIES[-1])
+    assert len(made) == 4
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in MAIN])

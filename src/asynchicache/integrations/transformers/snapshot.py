@@ -132,15 +132,16 @@ def write_pages(
     if not start <= stop <= start + len(slots) * size:
         raise UsageError(f"{len(slots)} pages from token {start} on cannot end at {stop}")
     with torch.no_grad():
+        places = _SlotNumbers(slots)
         for index, memory in pools.pages[name].items():
-            _write_layer(cache.layers[index], index, memory, slots, start, stop, row, size)
+            _write_layer(cache.layers[index], index, memory, places, start, stop, row, size)
 
 
 def _write_layer(
     layer: DynamicLayer,
     index: int,
     memory: LayerTensors,
-    slots: Sequence[int],
+    slots: _SlotNumbers,
     start: int,
     stop: int,
     row: int,
@@ -330,8 +331,9 @@ def _restore_pages(
     cache: DynamicCache, pools: PoolMap, slots: Mapping[str, Sequence[int]], tokens: int
 ) -> None:
     for name, layers in pools.pages.items():
+        places = _SlotNumbers(slots[name])
         for index, memory in layers.items():
-            rows = {field: _gather(held, slots[name]) for field, held in memory.items()}
+            rows = {field: _gather(held, places) for field, held in memory.items()}
             inside = tokens % pools.spec.page_size
             if inside:  # of the last page only its first tokens
                 behind = pools.spec.page_size - inside
@@ -342,24 +344,39 @@ def _restore_pages(
 # Copies
 
 
-def _scatter(memory: torch.Tensor, slots: Sequence[int], rows: torch.Tensor) -> None:
+class _SlotNumbers:
+    """Slots of pages, brought to a device once for all layers of a pool: to do so waits for the device."""
+
+    def __init__(self, slots: Sequence[int]) -> None:
+        self.slots = slots
+        self._on: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return them as int64 `[slots]`."""
+        if device not in self._on:
+            self._on[device] = torch.tensor(self.slots, dtype=torch.int64, device=device)
+        return self._on[device]
+
+
+def _scatter(memory: torch.Tensor, slots: _SlotNumbers, rows: torch.Tensor) -> None:
     """Copy the first rows of `[entries, *shape]` to `slots` of `memory` `[slots, entries, *shape]`; the last
     page may be given in part."""
-    rows = rows[: len(slots) * memory.shape[1]]
+    rows = rows[: len(slots.slots) * memory.shape[1]].to(memory.device)
     whole, rest = divmod(len(rows), memory.shape[1])
     pages = rows[: whole * memory.shape[1]].reshape(whole, *memory.shape[1:])
-    memory.index_copy_(0, _index(memory, slots[:whole]), pages.to(memory.device))
+    _bits(memory).index_copy_(0, slots.on(memory.device)[:whole], _bits(pages))
     if rest:
-        memory[slots[whole], :rest] = rows[-rest:].to(memory.device)
+        memory[slots.slots[whole], :rest] = rows[-rest:]
 
 
-def _gather(memory: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
+def _gather(memory: torch.Tensor, slots: _SlotNumbers) -> torch.Tensor:
     """Return the rows of some pages, `[entries, *shape]`."""
-    return memory.index_select(0, _index(memory, slots)).flatten(0, 1)
+    return _bits(memory).index_select(0, slots.on(memory.device)).flatten(0, 1).view(memory.dtype)
 
 
-def _index(memory: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(slots, dtype=torch.int64, device=memory.device)
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Values of one byte as integers: torch indexes no float8."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def _fitting(source: torch.Tensor, memory: torch.Tensor, where: str) -> torch.Tensor:
