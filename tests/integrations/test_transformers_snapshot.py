@@ -116,7 +116,7 @@ def test_slot_numbers_go_to_the_device_once_for_all_layers_of_a_pool(monkeypatch
     )
 
     def counted(given: object, **named: object) -> torch.Tensor:
-        made.extend([given] if isinstance(given, Sequence) else ())  # transformers makes numbers
+        made.extend([given] if isinstance(given, Sequence) and given else ())  # others are transformers'
         return make(given, **named)
 
     monkeypatch.setattr(torch, "tensor", counted)
