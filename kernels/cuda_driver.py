@@ -1,9 +1,14 @@
-"""Functions of the CUDA driver that torch does not offer, by ctypes: no compiler, and the GIL is released."""
+"""Functions of the CUDA driver that torch does not offer, by ctypes: no compiler.
+
+A short call keeps the GIL: beside a thread that runs Python, to give it up and take it again costs more than
+the call. A call that takes longer releases it.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+import threading
+from ctypes import POINTER, Structure, addressof, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from itertools import repeat
 from typing import Any
 
@@ -14,7 +19,19 @@ from asynchicache.errors import CallRefusedError, DeviceError
 from asynchicache.kernels.batch import RunBatch
 
 _LIBRARY = "libcuda.so.1"
-_COPY_ARGUMENTS = (c_uint64, c_uint64, c_size_t, c_void_p)  # of cuMemcpyAsync: to, from, bytes, stream
+_ARGUMENTS = {
+    "cuCtxGetCurrent": (POINTER(c_void_p),),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuMemHostGetDevicePointer_v2": (POINTER(c_uint64), c_void_p, c_uint),
+    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),  # to, from, bytes, stream
+    "cuMemcpyBatchAsync": (*(c_void_p,) * 3, c_size_t, *(c_void_p,) * 2, c_size_t, c_void_p, c_void_p),
+}
+"""By function, the types of its arguments (cuda.h), given once: ctypes then converts integers by itself."""
+
+SHORT_BATCH = 64
+"""Runs of a batch that the driver enqueues in some tens of microseconds at most."""
 _SOURCE_ORDER_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in stream order
 
 _ERRORS_OF_THE_CONTEXT = {3, 4, 46, 101, 201, 214, 226, 700, 702, *range(709, 721), 999}
@@ -40,11 +57,21 @@ class _Attributes(Structure):
 
 
 class CudaDriver:
-    """The driver's library. Its calls act on the calling thread's context: that of torch's current device."""
+    """The driver's library. Its calls act on the calling thread's context: that of torch's current device.
 
-    def __init__(self, library: Any) -> None:
-        """`library`: as `ctypes.CDLL` returns it; another one in tests."""
-        self._library = library
+    A thread that has called it stays on that device.
+    """
+
+    def __init__(self, library: Any, short: Any = None) -> None:
+        """
+        Args:
+            library: as `ctypes.CDLL` returns it; another one in tests.
+            short: the same, as `ctypes.PyDLL` returns it, for short calls. Default: `library`.
+        """
+        self._library, self._short = _typed(library), _typed(library if short is None else short)
+        self._thread = threading.local()
+        self._attributes, self._first = _Attributes(_SOURCE_ORDER_STREAM), c_size_t(0)
+        self._constant = addressof(self._attributes), addressof(self._first), 1
 
     @classmethod
     def load(cls) -> CudaDriver:
@@ -53,7 +80,7 @@ class CudaDriver:
             DeviceError: there is no driver.
         """
         try:
-            return cls(ctypes.CDLL(_LIBRARY))
+            return cls(ctypes.CDLL(_LIBRARY), ctypes.PyDLL(_LIBRARY))
         except OSError as error:
             raise DeviceError(f"{_LIBRARY} cannot be loaded: {error}") from error
 
@@ -70,7 +97,7 @@ class CudaDriver:
         """
         self._enter_context()
         found = c_uint64()
-        code = self._library.cuMemHostGetDevicePointer_v2(byref(found), c_void_p(address), c_uint(0))
+        code = self._short.cuMemHostGetDevicePointer_v2(byref(found), address, 0)
         if code != 0:
             raise _failure(f"cuMemHostGetDevicePointer of {address:#x}", code)
         return found.value
@@ -87,15 +114,14 @@ class CudaDriver:
         columns = [
             np.ascontiguousarray(column) for column in (batch.destinations, batch.sources, batch.sizes)
         ]
-        attributes, first, failed = _Attributes(_SOURCE_ORDER_STREAM), c_size_t(0), c_size_t(0)
-        code = self._library.cuMemcpyBatchAsync(
-            *(c_void_p(column.ctypes.data) for column in columns),
-            c_size_t(len(batch.sizes)),
-            byref(attributes),
-            byref(first),
-            c_size_t(1),
+        failed = c_size_t(0)
+        library = self._short if len(batch.sizes) <= SHORT_BATCH else self._library
+        code = library.cuMemcpyBatchAsync(
+            *(column.ctypes.data for column in columns),
+            len(batch.sizes),
+            *self._constant,
             byref(failed),
-            c_void_p(torch.cuda.current_stream().cuda_stream),
+            torch.cuda.current_stream().cuda_stream,
         )
         if code != 0:
             raise _failure(f"cuMemcpyBatchAsync of {len(batch.sizes)} runs, at run {failed.value},", code)
@@ -109,7 +135,6 @@ class CudaDriver:
         """
         self._enter_context()
         function = self._library.cuMemcpyAsync
-        function.argtypes, function.restype = _COPY_ARGUMENTS, c_int
         stream = torch.cuda.current_stream().cuda_stream
         columns = (column.tolist() for column in (batch.destinations, batch.sources, batch.sizes))
         # No loop in Python, so that the driver's calls are what is measured.
@@ -123,20 +148,31 @@ class CudaDriver:
         Raises:
             DeviceError: the driver refused it.
         """
+        if getattr(self._thread, "entered", False):
+            return
         current = c_void_p()
         self._call("cuCtxGetCurrent", byref(current))
-        if current.value is not None:
-            return
-        device, primary = c_int(), c_void_p()
-        self._call("cuDeviceGet", byref(device), c_int(torch.cuda.current_device()))
-        # Torch keeps the primary context until the process ends, so one more reference changes nothing.
-        self._call("cuDevicePrimaryCtxRetain", byref(primary), device)
-        self._call("cuCtxSetCurrent", primary)
+        if current.value is None:
+            device, primary = c_int(), c_void_p()
+            self._call("cuDeviceGet", byref(device), torch.cuda.current_device())
+            # Torch keeps the primary context until the process ends, so one more reference changes nothing.
+            self._call("cuDevicePrimaryCtxRetain", byref(primary), device)
+            self._call("cuCtxSetCurrent", primary)
+        self._thread.entered = True
 
     def _call(self, name: str, *arguments: object) -> None:
         code = getattr(self._library, name)(*arguments)
         if code != 0:
             raise _failure(name, code)
+
+
+def _typed(library: Any) -> Any:
+    """Give the functions of a library that has them without it the types of their arguments."""
+    if isinstance(library, ctypes.CDLL):
+        for name, types in _ARGUMENTS.items():
+            if hasattr(library, name):  # of batches, drivers before CUDA 12.8 have none
+                getattr(library, name).argtypes = types
+    return library
 
 
 def _failure(call: str, code: int) -> DeviceError:

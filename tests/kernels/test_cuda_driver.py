@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from asynchicache.errors import CallRefusedError, DeviceError
+from asynchicache.kernels import cuda_driver
 from asynchicache.kernels.batch import RunBatch
-from asynchicache.kernels.cuda_driver import CudaDriver, _Attributes
+from asynchicache.kernels.cuda_driver import SHORT_BATCH, CudaDriver, _Attributes
 
 INVALID_VALUE, INVALID_CONTEXT = 1, 201
 STREAM, PRIMARY = 0x51, 0xC0
@@ -157,7 +158,30 @@ def test_what_the_driver_refuses_is_an_error(library: _Library, monkeypatch: pyt
     library._current.context = None
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 9)
     with pytest.raises(DeviceError, match="cuDeviceGet returned error 101"):
-        driver.device_address(0x1000)
+        CudaDriver(library).device_address(0x1000)
+
+
+def test_a_short_batch_keeps_the_gil_and_a_thread_enters_its_context_once(library: _Library) -> None:
+    short, asked = _Library(), []
+    library.cuCtxGetCurrent = lambda context: asked.append(context) or 0
+    library._current.context = short._current.context = PRIMARY
+    driver = CudaDriver(library, short)
+
+    for runs in (1, SHORT_BATCH, SHORT_BATCH + 1):
+        driver.copy_batch(_batch(*[(0x1000 + 4 * run, 0x9000 + 4 * run, 4) for run in range(runs)]))
+
+    assert [len(sizes) for _, _, sizes in short.batches] == [1, SHORT_BATCH]
+    assert [len(sizes) for _, _, sizes in library.batches] == [SHORT_BATCH + 1]
+    assert len(asked) == 1
+
+
+def test_types_are_given_to_a_library_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By them a call converts Python's integers, and refuses what is none. Here of the C library."""
+    monkeypatch.setitem(cuda_driver._ARGUMENTS, "strlen", (c_void_p,))
+    typed = cuda_driver._typed(ctypes.CDLL(None))
+    assert typed.strlen.argtypes == (c_void_p,)
+    with pytest.raises(ctypes.ArgumentError):
+        typed.strlen(1.5)
 
 
 @pytest.mark.parametrize(("code", "refused"), [(1, True), (2, True), (801, True), (700, False), (719, False)])
