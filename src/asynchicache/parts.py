@@ -44,7 +44,7 @@ from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.audit import PageAudit
 from asynchicache.transfer.calibration import measured_paths
 from asynchicache.transfer.copies import PoolMemory
-from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.local import LocalTransfers
 from asynchicache.transfer.remote import RemoteCopies
 from asynchicache.transfer.transfers import Transfers
 from asynchicache.types import Tier, WritePolicy
@@ -479,8 +479,8 @@ class OpenedDevice:
             self._kept.callback(self.device.close)
         return memory
 
-    async def transfers(self, memories: Mapping[str, PoolMemory], layers: int) -> TransferEngine:
-        """Open an engine over `memories`, after measuring the device's copy paths.
+    async def transfers(self, memories: Mapping[str, PoolMemory], layers: int) -> LocalTransfers:
+        """Open transfers over `memories`, after measuring the device's copy paths.
 
         Raises:
             ConfigError: the requested path is not available.
@@ -491,7 +491,7 @@ class OpenedDevice:
         if config.audit:
             devices = {name: memory.device for name, memory in memories.items()}
             audit = PageAudit(devices, config.audit, random.Random(self.port.random.random()))
-        engine = TransferEngine(
+        transfers = LocalTransfers(
             self.device,
             memories,
             layers,
@@ -502,8 +502,8 @@ class OpenedDevice:
             copy_path=config.copy_path,
             audit=audit,
         )
-        self.close_after(engine, memories)
-        return engine
+        self.close_after(transfers, memories)
+        return transfers
 
     def close_after(self, transfers: Transfers, memories: object) -> None:
         """Have the stack close `transfers`, then the memory and the device."""

@@ -1,4 +1,4 @@
-"""The executor alone: a real planner, device and transfer engine, no cache around them."""
+"""The executor alone: a real planner, device and transfers, no cache around them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asynchicache.streams.drivers import ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.copies import PoolMemory
-from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.local import LocalTransfers
 from asynchicache.tree.node import FULL_HOST, RESIDENT, Node
 from asynchicache.types import WritePolicy
 from controller.simulation import Simulation
@@ -59,14 +59,14 @@ async def opened() -> AsyncIterator[Rig]:
         )
         for pool in sim.spec.pools
     }
-    engine = TransferEngine(device, memories, sim.spec.layers, port, reactor)
+    transfers = LocalTransfers(device, memories, sim.spec.layers, port, reactor)
     tasks = OwnedTasks()
     await tasks.ready()
     try:
-        yield Rig(Executor(sim.planner, device, reactor, engine, tasks), device, sim)
+        yield Rig(Executor(sim.planner, device, reactor, transfers, tasks), device, sim)
     finally:
         await tasks.aclose()
-        await engine.aclose(10)
+        await transfers.aclose(10)
         await reactor.aclose(10)
         device.close()
         for memory in memories.values():

@@ -97,4 +97,4 @@ def test_the_walk_reaches_every_room() -> None:
     names = set(sources())
 
     assert {"asynchicache", "asynchicache.transfer.record", "asynchicache.backends.file.engine"} <= names
-    assert len(imports(sources())["asynchicache.transfer.engine"]) > 5
+    assert len(imports(sources())["asynchicache.transfer.local"]) > 5

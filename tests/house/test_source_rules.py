@@ -39,7 +39,7 @@ TASK_BOUNDARIES = {
     "asynchicache/streams/emulated.py",
     "asynchicache/streams/reactor.py",
     "asynchicache/testing/seeded_loop.py",
-    "asynchicache/transfer/engine.py",
+    "asynchicache/transfer/local.py",
     "asynchicache/transfer/record.py",
     "asynchicache_lab/chaos/run.py",
     "asynchicache_lab/ranks/chaos.py",

@@ -15,7 +15,7 @@ from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.testing.devices import LossyDevice, break_device
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
-from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.local import LocalTransfers
 from asynchicache.transfer.plan import CacheOperation
 from asynchicache.types import WritePolicy
 from testing.compute import CONFIG, PAGE, PROMPTS, SPEC, Engine, clients
@@ -29,22 +29,22 @@ class Poison:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.slots: dict[str, set[int]] = defaultdict(set)
         self.handed_out: list[tuple[str, int]] = []
-        submit, allocate = TransferEngine.submit, SlotAllocator.allocate
+        submit, allocate = LocalTransfers.submit, SlotAllocator.allocate
 
-        def watched_submit(engine, operation, *, done, **others):
+        def watched_submit(transfers, operation, *, done, **others):
             def told(error):
                 if error is not None:
                     self._note(operation)
                 done(error)
 
-            return submit(engine, operation, done=told, **others)
+            return submit(transfers, operation, done=told, **others)
 
         def watched_allocate(allocator, count):
             slots = allocate(allocator, count)
             self._check(allocator.name, slots)
             return slots
 
-        monkeypatch.setattr(TransferEngine, "submit", watched_submit)
+        monkeypatch.setattr(LocalTransfers, "submit", watched_submit)
         monkeypatch.setattr(SlotAllocator, "allocate", watched_allocate)
 
     def _note(self, operation: CacheOperation) -> None:

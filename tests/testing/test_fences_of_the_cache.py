@@ -1,7 +1,7 @@
 """Forwards on a stream of their own, and the cache's copies: fences keep bytes right, and each is needed.
 
 Fences between copies are not among these: the tree keeps slots of a copy under way from others. That the
-engine, which knows of no trees, needs them is shown in `tests/transfer/test_fences_of_the_engine.py`.
+engine, which knows of no trees, needs them is shown in `tests/transfer/test_fences_of_transfers.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small hybrid model's pools, engines on every kind of emulated device, and gates to hold copies back."""
+"""A small hybrid model's pools, transfers on every kind of emulated device, and gates to hold copies back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asynchicache.streams.drivers import InlineDriver, SeededDriver, ThreadDrive
 from asynchicache.streams.emulated import EmulatedDevice, EmulatedStream
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.copies import PoolMemory
-from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.local import LocalTransfers
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.types import PoolTransfer, Tier, trailing_pages
 
@@ -98,10 +98,10 @@ class SteppedDevice(EmulatedDevice):
 
 @dataclass
 class Rig:
-    """An engine and what it stands on, with shorthands."""
+    """Transfers and what they stand on, with shorthands."""
 
     device: EmulatedDevice
-    engine: TransferEngine
+    transfers: LocalTransfers
     reactor: CompletionReactor
     memories: Mapping[str, PoolMemory]
     outcomes: list[BaseException | None] = field(default_factory=list)
@@ -171,16 +171,16 @@ async def _open_rig(driver: str = "thread", *, seed: int = 0, group_bytes: int =
     reactor = CompletionReactor(port, sweep_seconds=0.01)
     memories = make_memories()
     inline = driver in ("inline", "seeded")
-    engine = TransferEngine(
+    transfers = LocalTransfers(
         device, memories, LAYERS, port, reactor, group_bytes=group_bytes, submit_inline=inline
     )
-    rig = Rig(device, engine, reactor, memories)
+    rig = Rig(device, transfers, reactor, memories)
     rig.randomize(seed)
     try:
         yield rig
     finally:
         rig.let_go()
-        await engine.aclose(10)
+        await transfers.aclose(10)
         await reactor.aclose(10)
         device.close()
         for memory in memories.values():

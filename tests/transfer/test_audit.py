@@ -24,7 +24,7 @@ from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer import audit as audit_module
 from asynchicache.transfer.audit import AuditStatistics, PageAudit
 from asynchicache.transfer.copies import PageCopier, PoolCopies, PoolMemory
-from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.local import LocalTransfers
 from asynchicache.transfer.plan import (
     CacheOperation,
     Direction,
@@ -43,20 +43,20 @@ Build = Callable[..., CacheOperation]
 
 
 class _Rig:
-    """An audited engine over one pool of random bytes."""
+    """Audited transfers over one pool of random bytes."""
 
-    def __init__(self, engine: TransferEngine, memory: PoolMemory, audit: PageAudit) -> None:
-        self.engine = engine
+    def __init__(self, transfers: LocalTransfers, memory: PoolMemory, audit: PageAudit) -> None:
+        self.transfers = transfers
         self.memory = memory
         self.audit = audit
         self.outcomes: list[BaseException | None] = []
 
     async def run(self, operation: CacheOperation) -> None:
-        await self.engine.submit(operation, done=self.outcomes.append)
+        await self.transfers.submit(operation, done=self.outcomes.append)
 
     @property
     def counts(self) -> AuditStatistics:
-        return self.engine.statistics().audit
+        return self.transfers.statistics().audit
 
 
 @asynccontextmanager
@@ -70,13 +70,13 @@ async def _open(share: float = 1.0, *, inline: bool = False) -> AsyncIterator[_R
         items = memory.device.items(tensor.name)
         items.copy_(torch.randint(0, 256, items.shape, dtype=torch.uint8, generator=generator))
     audit = PageAudit({"kv": memory.device}, share, random.Random(2))
-    engine = TransferEngine(
+    transfers = LocalTransfers(
         device, {"kv": memory}, LAYERS, port, reactor, group_bytes=1, submit_inline=inline, audit=audit
     )
     try:
-        yield _Rig(engine, memory, audit)
+        yield _Rig(transfers, memory, audit)
     finally:
-        await engine.aclose(10)
+        await transfers.aclose(10)
         await reactor.aclose(10)
         device.close()
         memory.host.close()
@@ -205,10 +205,12 @@ async def test_of_two_backups_to_one_slot_the_second_counts(
     async with _open(0.5, inline=inline) as rig:
         rig.audit._rng = _Draws(0.0, second)
         drawn = threading.Event()
-        if rig.engine._auditor is not None:  # which could else have seen the first before the second is drawn
-            rig.engine._auditor.submit(drawn.wait)
+        if (
+            rig.transfers._auditor is not None
+        ):  # which could else have seen the first before the second is drawn
+            rig.transfers._auditor.submit(drawn.wait)
         backups = [
-            rig.engine.submit(operation(Direction.BACKUP, kv=([slot], [3])), done=rig.outcomes.append)
+            rig.transfers.submit(operation(Direction.BACKUP, kv=([slot], [3])), done=rig.outcomes.append)
             for slot in (0, 1)
         ]
         try:
@@ -224,10 +226,12 @@ async def test_of_two_backups_to_one_slot_the_second_counts(
         assert rig.counts == AuditStatistics(recorded=looked_at, compared=looked_at, mismatched=0)
 
 
-def _hold_first(engine: TransferEngine, direction: Direction, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The engine learns of the next transfer of a direction once what is in the list is called."""
+def _hold_first(
+    transfers: LocalTransfers, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
+    """The next transfer of a direction is known once what is in the list is called."""
     held: list[Any] = []
-    reached = engine._on_group_reached
+    reached = transfers._on_group_reached
 
     def hold(record: TransferRecord, *what: Any) -> None:
         if record.direction is direction and held[:1] in ([], [record]):
@@ -236,7 +240,7 @@ def _hold_first(engine: TransferEngine, direction: Direction, monkeypatch: pytes
         else:
             reached(record, *what)
 
-    monkeypatch.setattr(engine, "_on_group_reached", hold)
+    monkeypatch.setattr(transfers, "_on_group_reached", hold)
     return held
 
 
@@ -252,8 +256,8 @@ async def test_a_load_is_compared_with_what_its_slot_had_when_it_was_enqueued(
     """Though another page has gone to the slot, and its fingerprint is there, when the load is looked at."""
     async with _open(inline=inline) as rig:
         await rig.run(operation(Direction.BACKUP, kv=([0], [3])))
-        held = _hold_first(rig.engine, Direction.LOAD, monkeypatch)
-        load = rig.engine.submit(operation(Direction.LOAD, kv=([3], [6])), done=rig.outcomes.append)
+        held = _hold_first(rig.transfers, Direction.LOAD, monkeypatch)
+        load = rig.transfers.submit(operation(Direction.LOAD, kv=([3], [6])), done=rig.outcomes.append)
         await load.submitted()
         await rig.run(operation(Direction.BACKUP, kv=([1], [3])))
         _let_go(held)
@@ -268,8 +272,8 @@ async def test_of_two_backups_the_one_enqueued_last_counts_whichever_is_looked_a
     operation: Build, inline: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with _open(inline=inline) as rig:
-        held = _hold_first(rig.engine, Direction.BACKUP, monkeypatch)
-        first = rig.engine.submit(operation(Direction.BACKUP, kv=([0], [3])), done=rig.outcomes.append)
+        held = _hold_first(rig.transfers, Direction.BACKUP, monkeypatch)
+        first = rig.transfers.submit(operation(Direction.BACKUP, kv=([0], [3])), done=rig.outcomes.append)
         await first.submitted()
         await rig.run(operation(Direction.BACKUP, kv=([1], [3])))
         _let_go(held)
@@ -287,8 +291,8 @@ async def test_a_load_of_what_has_no_fingerprint_yet_is_not_compared(
     """Least of all with that of the page which lay there before."""
     async with _open(inline=inline) as rig:
         await rig.run(operation(Direction.BACKUP, kv=([0], [3])))
-        held = _hold_first(rig.engine, Direction.BACKUP, monkeypatch)
-        backup = rig.engine.submit(operation(Direction.BACKUP, kv=([1], [3])), done=rig.outcomes.append)
+        held = _hold_first(rig.transfers, Direction.BACKUP, monkeypatch)
+        backup = rig.transfers.submit(operation(Direction.BACKUP, kv=([1], [3])), done=rig.outcomes.append)
         await backup.submitted()
         await rig.run(operation(Direction.LOAD, kv=([3], [6])))
         _let_go(held)

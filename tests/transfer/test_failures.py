@@ -38,7 +38,7 @@ async def test_a_device_error_fails_everything_in_flight_and_after(open_rig, ope
     async with open_rig() as rig:
         gate = rig.gate()
         tickets = [
-            rig.engine.submit(
+            rig.transfers.submit(
                 operation(Direction.LOAD, kv=([slot], [slot])), after=[gate.event], done=rig.done
             )
             for slot in range(2)
@@ -54,8 +54,8 @@ async def test_a_device_error_fails_everything_in_flight_and_after(open_rig, ope
             assert {ticket.status(layer) for layer in range(6)} == {LayerStatus.FAILED}
             ticket.fence(0).wait_on(rig.device.stream("compute"))  # lets through
         with pytest.raises(TransferError):
-            await rig.engine.submit(operation(Direction.BACKUP, mamba=([0], [0])), done=rig.done)
-        statistics = rig.engine.statistics()
+            await rig.transfers.submit(operation(Direction.BACKUP, mamba=([0], [0])), done=rig.done)
+        statistics = rig.transfers.statistics()
 
     assert [type(error) for error in rig.outcomes] == [DeviceError] * 3
     assert (statistics.failed, statistics.in_flight) == (2, 0)
@@ -67,7 +67,7 @@ async def test_what_cannot_be_enqueued_fails_and_so_does_who_reads_it(
     open_rig, operation: Build, driver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_rig(driver) as rig:
-        prepare = rig.engine._copier.prepare
+        prepare = rig.transfers._copier.prepare
 
         def broken(plan) -> dict[str, PoolCopies]:
             if plan.direction is Direction.LOAD:
@@ -75,10 +75,10 @@ async def test_what_cannot_be_enqueued_fails_and_so_does_who_reads_it(
                 raise MemoryError("no room for a list of copies")
             return prepare(plan)
 
-        monkeypatch.setattr(rig.engine._copier, "prepare", broken)
-        load = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
-        backup = rig.engine.submit(operation(Direction.BACKUP, kv=([0], [1])), done=rig.done)
-        apart = rig.engine.submit(operation(Direction.FORK, kv=([2], [3])), done=lambda _: None)
+        monkeypatch.setattr(rig.transfers._copier, "prepare", broken)
+        load = rig.transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+        backup = rig.transfers.submit(operation(Direction.BACKUP, kv=([0], [1])), done=rig.done)
+        apart = rig.transfers.submit(operation(Direction.FORK, kv=([2], [3])), done=lambda _: None)
         with pytest.raises(TransferError, match="was not submitted"):
             await load.submitted()
         with pytest.raises(TransferError, match="no room for a list of copies"):
@@ -86,7 +86,7 @@ async def test_what_cannot_be_enqueued_fails_and_so_does_who_reads_it(
         with pytest.raises(TransferError, match="another was to write"):
             await backup.layer(0)
         await apart
-        await rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+        await rig.transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
 
     refused, unread, none = rig.outcomes
     assert type(refused) is type(unread) is CopyEndedError, "the device never had them: it goes on"
@@ -100,7 +100,7 @@ async def test_a_closed_device_or_reactor_fails_transfers(open_rig, operation: B
         async with open_rig(driver) as rig:
             await close(rig)
             with pytest.raises(TransferError, match="closed"):
-                await rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+                await rig.transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
 
         assert [type(error) for error in rig.outcomes] == [ClosedError]
 
@@ -125,36 +125,36 @@ async def test_where_no_thread_is_to_be_had_everybody_is_told(
         load = operation(Direction.LOAD, kv=([1], [1]))
         with monkeypatch.context() as exhausted:
             exhausted.setattr(threading.Thread, "start", refuse)
-            ticket = rig.engine.submit(load, done=rig.done)
+            ticket = rig.transfers.submit(load, done=rig.done)
             await fails(ticket)
         assert len(rig.outcomes) == 1
-        later = rig.engine.submit(load, done=rig.done)
+        later = rig.transfers.submit(load, done=rig.done)
         await (fails(later) if lasting else later)  # a stream that lost its work is a device that failed
 
 
 @pytest.mark.asyncio
 async def test_closing_waits_for_what_is_in_flight(open_rig, operation: Build) -> None:
     async with open_rig() as rig:
-        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+        ticket = rig.transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
 
-        assert await rig.engine.aclose(10) == 0
+        assert await rig.transfers.aclose(10) == 0
 
         assert ticket.done
         assert rig.outcomes == [None]
         with pytest.raises(ClosedError):
-            rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
-        assert await rig.engine.aclose(10) == 0
+            rig.transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+        assert await rig.transfers.aclose(10) == 0
 
 
 @pytest.mark.asyncio
 async def test_closing_gives_up_at_its_deadline(open_rig, operation: Build, caplog) -> None:
     async with open_rig() as rig:
         gate = rig.gate()
-        ticket = rig.engine.submit(
+        ticket = rig.transfers.submit(
             operation(Direction.LOAD, kv=([0], [0])), after=[gate.event], done=rig.done
         )
 
-        assert await rig.engine.aclose(0) == 1
+        assert await rig.transfers.aclose(0) == 1
 
         assert [type(error) for error in rig.outcomes] == [TransferError]
         with pytest.raises(TransferError, match="given up"):
@@ -173,8 +173,8 @@ async def test_what_is_planned_only_after_it_was_given_up_is_told_once(
 ) -> None:
     begun, go_on, carried_out = (threading.Event() for _ in range(3))
     async with open_rig() as rig:
-        engine = rig.engine
-        schedule_tick, run_tick = engine.scheduler.schedule, engine._run_tick
+        transfers = rig.transfers
+        schedule_tick, run_tick = transfers.scheduler.schedule, transfers._run_tick
 
         def late(submissions):
             begun.set()
@@ -185,12 +185,12 @@ async def test_what_is_planned_only_after_it_was_given_up_is_told_once(
             run_tick(tick)
             carried_out.set()
 
-        monkeypatch.setattr(engine.scheduler, "schedule", late)
-        monkeypatch.setattr(engine, "_run_tick", watched)
-        ticket = engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+        monkeypatch.setattr(transfers.scheduler, "schedule", late)
+        monkeypatch.setattr(transfers, "_run_tick", watched)
+        ticket = transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
         await asyncio.to_thread(begun.wait)
         try:
-            assert await engine.aclose(0) == 1
+            assert await transfers.aclose(0) == 1
         finally:
             go_on.set()
         await asyncio.to_thread(carried_out.wait)
@@ -230,16 +230,16 @@ async def test_a_tick_that_cannot_be_planned_fails_whole_and_keeps_nobody_waitin
             else:
                 mark = HazardTable.mark
                 exhausted.setattr(HazardTable, "mark", lambda *args: (refuse(), mark(*args)))
-            load = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
-            backup = rig.engine.submit(operation(Direction.BACKUP, kv=([1], [1])), done=rig.done)
+            load = rig.transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+            backup = rig.transfers.submit(operation(Direction.BACKUP, kv=([1], [1])), done=rig.done)
             await fails(load, "no room for a plan")
             await fails(backup, "no room for a plan")
         assert [type(error) for error in rig.outcomes] == [MemoryError] * 2
         nothing = CacheOperation(Direction.LOAD, ())
-        await asyncio.wait_for(rig.engine.submit(nothing, reads=[("kv", [0])], done=rig.done).layer(0), 30)
+        await asyncio.wait_for(rig.transfers.submit(nothing, reads=[("kv", [0])], done=rig.done).layer(0), 30)
         later = operation(Direction.BACKUP, kv=([0], [2]))
-        await asyncio.wait_for(rig.engine.submit(later, reads=[("kv", [0])], done=rig.done).layer(0), 30)
-        assert await rig.engine.aclose(10) == 0
+        await asyncio.wait_for(rig.transfers.submit(later, reads=[("kv", [0])], done=rig.done).layer(0), 30)
+        assert await rig.transfers.aclose(10) == 0
 
     assert rig.outcomes[2:] == [None, None]
 
@@ -252,22 +252,22 @@ async def test_a_ticket_that_only_reads_is_given_up_too(
     """Alone in its tick or beside an operation, behind a thread that is stuck in the driver."""
     begun, go_on = threading.Event(), threading.Event()
     async with open_rig() as rig:
-        engine, run_tick = rig.engine, rig.engine._run_tick
+        transfers, run_tick = rig.transfers, rig.transfers._run_tick
 
         def stuck(tick: Tick) -> None:
             begun.set()
             go_on.wait()
             run_tick(tick)
 
-        monkeypatch.setattr(engine, "_run_tick", stuck)
-        engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+        monkeypatch.setattr(transfers, "_run_tick", stuck)
+        transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
         await asyncio.to_thread(begun.wait)
         nothing = CacheOperation(Direction.LOAD, ())
-        reader = engine.submit(nothing, reads=[("kv", [0])], done=lambda _: None)
+        reader = transfers.submit(nothing, reads=[("kv", [0])], done=lambda _: None)
         if beside:
-            engine.submit(operation(Direction.LOAD, kv=([1], [1])), done=rig.done)
+            transfers.submit(operation(Direction.LOAD, kv=([1], [1])), done=rig.done)
         try:
-            assert await engine.aclose(0) == 1 + beside
+            assert await transfers.aclose(0) == 1 + beside
             with pytest.raises(TransferError, match="given up"):
                 await asyncio.wait_for(reader, 30)
             assert reader.status(0) is LayerStatus.FAILED
@@ -291,7 +291,7 @@ async def test_failures_that_nobody_waits_for_make_no_noise(open_rig, operation:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: noise.append(context))
     async with open_rig() as rig:
         gate = rig.gate()
-        ticket = rig.engine.submit(
+        ticket = rig.transfers.submit(
             operation(Direction.LOAD, kv=([0], [0])), after=[gate.event], done=rig.done
         )
         waiter = asyncio.ensure_future(ticket.layer(0))
@@ -299,7 +299,7 @@ async def test_failures_that_nobody_waits_for_make_no_noise(open_rig, operation:
         waiter.cancel()
         await _break(rig.device)
         gate.open()
-        await rig.engine.aclose(10)
+        await rig.transfers.aclose(10)
         del ticket, waiter
     gc.collect()
 

@@ -49,7 +49,7 @@ async def test_a_captured_forward_reads_what_each_replays_ticket_brings(
                 fences.wait_on(layer, compute)
                 compute.launch(lambda local=local: seen[local].copy_(keys[local, 7]))
         for slot in range(4):
-            ticket = rig.engine.submit(operation(Direction.LOAD, kv=([slot], [7])), done=rig.done)
+            ticket = rig.transfers.submit(operation(Direction.LOAD, kv=([slot], [7])), done=rig.done)
             await ticket.submitted()
             fences.arm(ticket)
             graph.replay()
@@ -65,7 +65,7 @@ async def test_a_replay_waits_for_its_layers(open_rig, operation: Build) -> None
             for layer in (1, 4):
                 fences.wait_on(layer, compute)
                 compute.launch(lambda layer=layer: ran.append(layer))
-        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+        ticket = rig.transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
         await ticket.submitted()
         fences.arm(ticket)
         graph.replay()
@@ -85,7 +85,7 @@ async def test_a_replay_waits_for_its_layers(open_rig, operation: Build) -> None
 async def test_graph_fences_are_armed_with_what_is_submitted(open_rig, operation: Build) -> None:
     async with open_rig() as rig:
         fences, compute = GraphFences(rig.device, LAYERS), rig.device.stream("compute")
-        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+        ticket = rig.transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
         with pytest.raises(RequestStateError, match="layer 0 is not submitted"):
             fences.arm(ticket)
         with pytest.raises(UsageError, match="layer 6 is not within 0 to 5"):
@@ -115,7 +115,7 @@ class Waiting:
 @pytest.mark.asyncio
 async def test_a_thread_waits_for_a_layer_while_the_loop_stands_still(open_rig, operation: Build) -> None:
     async with open_rig("stepped") as rig:
-        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+        ticket = rig.transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
         early, late = ticket.host_fence(1), ticket.host_fence(4)
         assert not early.open
         waiting = Waiting(early, None), Waiting(late)
@@ -135,7 +135,7 @@ async def test_a_thread_waits_for_a_layer_while_the_loop_stands_still(open_rig, 
 async def test_a_thread_that_waits_in_vain_gets_its_timeout(open_rig, operation: Build) -> None:
     async with open_rig() as rig:
         gate = rig.gate()
-        ticket = rig.engine.submit(
+        ticket = rig.transfers.submit(
             operation(Direction.LOAD, kv=([0], [0])), after=[gate.event], done=rig.done
         )
         assert Waiting(ticket.host_fence(1), 0.01).join() is False
@@ -151,7 +151,7 @@ async def test_a_thread_that_waits_in_vain_gets_its_timeout(open_rig, operation:
 async def test_a_failed_load_lets_threads_through(open_rig, operation: Build) -> None:
     async with open_rig() as rig:
         gate, bad = rig.gate(), rig.device.stream("bad")
-        ticket = rig.engine.submit(
+        ticket = rig.transfers.submit(
             operation(Direction.LOAD, kv=([0], [0])), after=[gate.event], done=rig.done
         )
         await ticket.submitted()
@@ -173,9 +173,9 @@ async def test_what_was_never_enqueued_lets_threads_through(open_rig, operation:
         def broken(submissions) -> None:
             raise ZeroDivisionError("a bug in the batcher")
 
-        monkeypatch.setattr(rig.engine.scheduler, "schedule", broken)
-        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
-        watcher = rig.engine.submit(operation(Direction.LOAD), reads=[("kv", [0])], done=lambda _: None)
+        monkeypatch.setattr(rig.transfers.scheduler, "schedule", broken)
+        ticket = rig.transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+        watcher = rig.transfers.submit(operation(Direction.LOAD), reads=[("kv", [0])], done=lambda _: None)
         for method in (ticket.submitted, lambda: ticket.submitted(0), lambda: ticket.layer(0)):
             with pytest.raises(TransferError, match="a bug in the batcher"):
                 await method()
@@ -213,7 +213,7 @@ async def test_a_transfer_without_a_plan_lets_nobody_through_before_it_has_faile
 @pytest.mark.asyncio
 async def test_nothing_to_move_holds_nobody_up(open_rig, operation: Build) -> None:
     async with open_rig() as rig:
-        ticket = rig.engine.submit(operation(Direction.LOAD), done=rig.done)
+        ticket = rig.transfers.submit(operation(Direction.LOAD), done=rig.done)
         started = time.monotonic()
         assert ticket.host_fence(5).wait(PATIENCE)
         assert time.monotonic() - started < PATIENCE
@@ -225,7 +225,7 @@ async def test_nothing_to_move_holds_nobody_up(open_rig, operation: Build) -> No
 async def test_a_host_fence_does_not_block_the_loop(open_rig, operation: Build) -> None:
     async with open_rig() as rig:
         compute, gate = rig.device.stream("compute"), rig.gate()
-        ticket = rig.engine.submit(
+        ticket = rig.transfers.submit(
             operation(Direction.LOAD, kv=([0], [0])), after=[gate.event], done=rig.done
         )
         for _ in ("in the turn of its submission", "after that"):
@@ -247,7 +247,7 @@ async def test_a_host_fence_does_not_block_the_loop_until_a_layer_is_enqueued(
 ) -> None:
     async with open_rig() as rig:
         compute = rig.device.stream("compute")
-        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+        ticket = rig.transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
 
         assert ticket.host_fence(2).wait_on(compute, 0) is False
         with pytest.raises(RequestStateError, match=r"await Ticket.submitted\(2\) or Ticket.layer\(2\)"):

@@ -22,11 +22,11 @@ async def test_a_load_waits_for_a_backup_that_still_reads_its_slot(open_rig, ope
     async with open_rig() as rig:
         before = rig.contents()
         gate = rig.gate()
-        backup = rig.engine.submit(
+        backup = rig.transfers.submit(
             operation(Direction.BACKUP, kv=([0], [9])), after=[gate.event], done=rig.done
         )
-        load = rig.engine.submit(operation(Direction.LOAD, kv=([3], [0])), done=rig.done)
-        other = rig.engine.submit(operation(Direction.FORK, kv=([5], [6])), done=rig.done)
+        load = rig.transfers.submit(operation(Direction.LOAD, kv=([3], [0])), done=rig.done)
+        other = rig.transfers.submit(operation(Direction.FORK, kv=([5], [6])), done=rig.done)
         await load.submitted()
         await other  # the device runs, and still the load does not
 
@@ -46,8 +46,8 @@ async def test_a_backup_of_a_fork_in_the_same_tick_saves_what_was_forked(open_ri
     async with open_rig() as rig:
         before = rig.contents()
         gate = rig.gate()
-        rig.engine.submit(operation(Direction.FORK, mamba=([0], [3])), after=[gate.event], done=rig.done)
-        backup = rig.engine.submit(operation(Direction.BACKUP, mamba=([3], [1])), done=rig.done)
+        rig.transfers.submit(operation(Direction.FORK, mamba=([0], [3])), after=[gate.event], done=rig.done)
+        backup = rig.transfers.submit(operation(Direction.BACKUP, mamba=([3], [1])), done=rig.done)
         await backup.submitted()
         assert not backup.done
         gate.open()
@@ -74,24 +74,24 @@ async def test_dependent_operations_of_one_direction_do_not_merge(
         expected = rig.contents()
         for wish in wishes:
             carry_out(expected, wish)
-            rig.engine.submit(wish, done=rig.done)
-        await rig.engine.submit(wishes[-1], done=rig.done)
+            rig.transfers.submit(wish, done=rig.done)
+        await rig.transfers.submit(wishes[-1], done=rig.done)
         found = rig.contents()
 
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-    assert rig.engine.statistics().launches == 5
+    assert rig.transfers.statistics().launches == 5
 
 
 @pytest.mark.asyncio
 async def test_a_ticket_joins_the_transfer_that_brings_what_it_reads(open_rig, operation: Build) -> None:
     async with open_rig() as rig:
         gate = rig.gate()
-        load = rig.engine.submit(
+        load = rig.transfers.submit(
             operation(Direction.LOAD, kv=([2, 3], [7, 8])), after=[gate.event], done=rig.done
         )
         nothing = operation(Direction.LOAD)
-        joined = rig.engine.submit(nothing, reads=[("kv", [8]), ("mamba", [0])], done=rig.done)
-        apart = rig.engine.submit(nothing, reads=[("kv", [9]), ("dsa", [8])], done=rig.done)
+        joined = rig.transfers.submit(nothing, reads=[("kv", [8]), ("mamba", [0])], done=rig.done)
+        apart = rig.transfers.submit(nothing, reads=[("kv", [9]), ("dsa", [8])], done=rig.done)
 
         assert rig.outcomes == [None, None]  # nothing of their own to move
         assert joined.status(0) is LayerStatus.PENDING
@@ -113,9 +113,9 @@ async def test_what_a_submission_names_is_that_of_the_call(open_rig, operation: 
     async with open_rig() as rig:
         gate, events, slots = rig.gate(), [], [7]
         events.append(gate.event)
-        rig.engine.submit(operation(Direction.LOAD, kv=([2], [7])), after=events, done=rig.done)
+        rig.transfers.submit(operation(Direction.LOAD, kv=([2], [7])), after=events, done=rig.done)
         reads = [("kv", slots)]
-        joined = rig.engine.submit(operation(Direction.LOAD), reads=reads, done=rig.done)
+        joined = rig.transfers.submit(operation(Direction.LOAD), reads=reads, done=rig.done)
         for changed in (events, slots, reads):
             changed.clear()
         await joined.submitted()
@@ -127,8 +127,8 @@ async def test_what_a_submission_names_is_that_of_the_call(open_rig, operation: 
 @pytest.mark.asyncio
 async def test_nothing_is_remembered_of_transfers_that_are_over(open_rig, operation: Build) -> None:
     async with open_rig() as rig:
-        await rig.engine.submit(operation(Direction.LOAD, kv=([2], [7])), done=rig.done)
-        ticket = rig.engine.submit(operation(Direction.LOAD), reads=[("kv", [7])], done=rig.done)
+        await rig.transfers.submit(operation(Direction.LOAD, kv=([2], [7])), done=rig.done)
+        ticket = rig.transfers.submit(operation(Direction.LOAD), reads=[("kv", [7])], done=rig.done)
 
         assert ticket.done
 
@@ -161,7 +161,7 @@ async def test_random_programs_end_like_their_operations_one_after_another(
         tickets = []
         for wish in wishes:
             carry_out(expected, wish)
-            tickets.append(rig.engine.submit(wish, done=rig.done))
+            tickets.append(rig.transfers.submit(wish, done=rig.done))
             if rng.random() < 0.5:
                 await asyncio.sleep(0)
         for ticket in tickets:

@@ -25,7 +25,7 @@ PATIENCE = 30.0
 
 
 class HeldCopies:
-    """Lets the engine enqueue one group for each `permit`; fails at the group `broken`."""
+    """Lets the submit thread enqueue one group for each `permit`; fails at the group `broken`."""
 
     def __init__(self) -> None:
         self.broken: int | None = None
@@ -58,7 +58,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> HeldCopies:
 
 @contextmanager
 def released(held: HeldCopies) -> Iterator[None]:
-    """However the block ends, let the engine go, which else could not be closed."""
+    """However the block ends, let the transfers go, which else could not be closed."""
     try:
         yield
     finally:
@@ -77,7 +77,7 @@ def at_once(waiting) -> bool:
 
 def load_all(rig, operation: Build):
     """A load whose layers 0 to 4 are a group each; layer 5 comes with layer 4."""
-    return rig.engine.submit(operation(Direction.LOAD, kv=([2], [7]), mamba=([0], [0])), done=rig.done)
+    return rig.transfers.submit(operation(Direction.LOAD, kv=([2], [7]), mamba=([0], [0])), done=rig.done)
 
 
 async def test_the_first_layers_can_be_waited_for_while_others_are_being_enqueued(
@@ -180,9 +180,7 @@ async def test_layers_that_cannot_be_enqueued_fail_those_who_wait_for_them_alone
         assert [type(error.__cause__) for error in rig.outcomes] == [ZeroDivisionError]
 
 
-async def test_a_waiter_is_told_when_the_engine_gives_up(
-    open_rig, operation: Build, held: HeldCopies
-) -> None:
+async def test_a_waiter_is_told_when_transfers_give_up(open_rig, operation: Build, held: HeldCopies) -> None:
     async with open_rig() as rig:
         with released(held):
             ticket = load_all(rig, operation)
@@ -192,7 +190,7 @@ async def test_a_waiter_is_told_when_the_engine_gives_up(
             fence = ticket.host_fence(2)
             await turns()
             assert not fence.wait_on(rig.device.stream("compute"), 0)
-            assert await rig.engine.aclose(0) == 1
+            assert await rig.transfers.aclose(0) == 1
             with pytest.raises(TransferError, match="given up"):
                 await waiting
             await ticket.submitted(0)
@@ -205,7 +203,7 @@ async def test_a_reader_waits_for_the_layers_that_others_bring(
     async with open_rig() as rig:
         with released(held):
             load_all(rig, operation)
-            reader = rig.engine.submit(operation(Direction.LOAD), reads=[("kv", [7])], done=lambda _: None)
+            reader = rig.transfers.submit(operation(Direction.LOAD), reads=[("kv", [7])], done=lambda _: None)
             held.permit(2)
             await reader.submitted(1)
             waiting = asyncio.ensure_future(reader.submitted(2))
@@ -218,7 +216,7 @@ async def test_a_reader_waits_for_the_layers_that_others_bring(
 
 async def test_layers_that_are_not_there_or_need_nothing(open_rig, operation: Build) -> None:
     async with open_rig() as rig:
-        nothing = rig.engine.submit(operation(Direction.LOAD), done=rig.done)
+        nothing = rig.transfers.submit(operation(Direction.LOAD), done=rig.done)
         assert at_once(nothing.submitted(5))
         assert nothing.host_fence(5).wait_on(rig.device.stream("compute"))
         for layer in (-1, 6):
@@ -227,7 +225,7 @@ async def test_layers_that_are_not_there_or_need_nothing(open_rig, operation: Bu
 
 
 @pytest.mark.parametrize("driver", ["inline", "seeded"])
-async def test_engines_that_enqueue_on_the_loop_have_all_layers_at_once(
+async def test_transfers_that_enqueue_on_the_loop_have_all_layers_at_once(
     open_rig, operation: Build, driver: str
 ) -> None:
     async with open_rig(driver) as rig:

@@ -47,7 +47,7 @@ class Executor:
         planner: Planner,
         device: Device,
         reactor: CompletionReactor,
-        engine: Transfers,
+        transfers: Transfers,
         tasks: OwnedTasks,
     ) -> None:
         self.progress = asyncio.Event()
@@ -62,7 +62,7 @@ class Executor:
         self._planner = planner
         self._device = device
         self._reactor = reactor
-        self._engine = engine
+        self._transfers = transfers
         self._tasks = tasks
         self._activity = planner.activity
         self._computing: dict[Stream, Event] = {}
@@ -71,7 +71,7 @@ class Executor:
     @property
     def copies_here(self) -> bool:
         """Whether copies run in this process, in the order of its streams."""
-        return self._engine.in_process
+        return self._transfers.in_process
 
     @property
     def failure(self) -> BaseException | None:
@@ -111,7 +111,7 @@ class Executor:
             # A backup reads what a forward wrote, so it stands behind every forward that may still write.
             events = () if copy.direction is Direction.LOAD else tuple(self._computing.values())
             events += () if ready is None else (ready,)
-            ticket = self._engine.submit(
+            ticket = self._transfers.submit(
                 operation, after=events, reads=copy.reads, done=done, on_wait=on_wait
             )
         return ticket
@@ -233,7 +233,7 @@ class Executor:
     @property
     def copies(self) -> Collection[CacheOperation]:
         """Copies in flight."""
-        return self._engine.in_flight()
+        return self._transfers.in_flight()
 
     @property
     def left_tasks(self) -> Collection[asyncio.Task[None]]:

@@ -23,7 +23,7 @@ from asynchicache.ports import Port
 from asynchicache.specs import ModelSpec
 from asynchicache.streams.base import Device, Event, Stream, check_stream
 from asynchicache.transfer.copies import PoolMemory
-from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.local import LocalTransfers
 from asynchicache.transfer.plan import CacheOperation
 from asynchicache.transfer.remote import CopyOrder, CopyResult
 from asynchicache.transfer.statistics import TransferStatistics
@@ -36,9 +36,9 @@ class CopyWorker:
         device: its streams carry the copies out; `CudaDevice.wrap` makes one of torch's.
     """
 
-    def __init__(self, device: Device, engine: TransferEngine, stack: AsyncExitStack) -> None:
+    def __init__(self, device: Device, transfers: LocalTransfers, stack: AsyncExitStack) -> None:
         self.device = device
-        self._engine = engine
+        self._transfers = transfers
         self._stack = stack
         self._unreported: list[CopyResult] = []
 
@@ -89,11 +89,11 @@ class CopyWorker:
             opened = OpenedDevice(stack, config, port, device)
             hosts = await opened.allocate(partial(_attach, spec, host, memory.device))
             memories = {name: PoolMemory(memory.pools[name], pool) for name, pool in hosts.items()}
-            engine = await opened.transfers(memories, spec.layers)
+            transfers = await opened.transfers(memories, spec.layers)
         except BaseException:
             await shielded(stack.aclose())
             raise
-        return cls(opened.device, engine, stack)
+        return cls(opened.device, transfers, stack)
 
     def mark(self, stream: Stream) -> Event:
         """An event behind the work enqueued on a stream now, for `run`; from any thread.
@@ -134,7 +134,7 @@ class CopyWorker:
         ended: asyncio.Future[CopyResult] = asyncio.get_running_loop().create_future()
         try:
             operation = CacheOperation(order.direction, tuple(order.transfers))
-            self._engine.submit(operation, after=after, done=partial(self._ended, order.id, ended))
+            self._transfers.submit(operation, after=after, done=partial(self._ended, order.id, ended))
         except CacheError as error:
             ended.set_result(CopyResult(order.id, str(error)))
         return ended
@@ -147,7 +147,7 @@ class CopyWorker:
             ended.set_result(result)
 
     def statistics(self) -> TransferStatistics:
-        return self._engine.statistics()
+        return self._transfers.statistics()
 
     async def aclose(self) -> None:
         """Wait for copies in flight, and unmap the host memory. Idempotent."""

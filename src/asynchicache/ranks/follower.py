@@ -53,7 +53,7 @@ from asynchicache.ranks.running import RunningOperations
 from asynchicache.ranks.sharing import HostShare
 from asynchicache.storage.limits import BatchResult
 from asynchicache.streams.base import Device, Event, Stream, check_stream
-from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.local import LocalTransfers
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import Outcome, PoolTransfer
@@ -116,7 +116,7 @@ class RankFollower:
         self,
         incarnation: int,
         device: Device,
-        copies: TransferEngine,
+        copies: LocalTransfers,
         pools: Collection[str],
         storage: StoragePools,
         now: Callable[[], float],

@@ -1,5 +1,5 @@
 """The leader's side of copies and storage calls: run here, sent to every follower, and ended when all ranks
-have ended. They stand where the cache of one rank has its transfer engine and its storage."""
+have ended. They stand where the cache of one rank has its transfers and its storage."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ALONE = HostShare()
 
 
 class GroupTransfers:
-    """Copies on all ranks; see `TransferEngine`."""
+    """Copies on all ranks; see `LocalTransfers`."""
 
     in_process = True
 

@@ -1,8 +1,8 @@
-"""What the engine knows of operations in flight: as they were submitted, and the transfers they became.
+"""Operations in flight: as they were submitted, and the transfers they became.
 
-A record belongs to the engine and outlives the tasks that wait for it. Three kinds of threads read it: the
-loop, the submit thread, and threads of other engines (see `HostFence`). Counters that several threads read
-are written by one thread each, after the fields that they make valid.
+A record outlives the tasks that wait for it. Three kinds of threads read it: the loop, the submit
+thread, and threads of serving engines (see `HostFence`). Counters that several threads read are written by
+one thread each, after the fields that they make valid.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LayerStatus(Enum):
 
 
 class Submission(msgspec.Struct, eq=False):
-    """One operation in flight, as the engine sees it; its submitter holds a `Ticket`.
+    """One operation in flight; its submitter holds a `Ticket`.
 
     A struct: creating an object with an `__init__` takes about as long as all else that the loop does for one
     operation.

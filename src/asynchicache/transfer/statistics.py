@@ -1,4 +1,4 @@
-"""Counts of a transfer engine."""
+"""Counts of transfers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asynchicache.transfer.record import Submission
 
 @dataclass(frozen=True, slots=True)
 class TransferStatistics:
-    """Counts since the engine was made.
+    """Counts since the transfers were opened.
 
     Attributes:
         operations: operations submitted, without empty ones.

@@ -14,7 +14,7 @@ from asynchicache.transfer.ticket import Ticket
 
 
 class Transfers(Protocol):
-    """Carries out copies. `TransferEngine` does it in this process, `RemoteCopies` hands them out."""
+    """Carries out copies. `LocalTransfers` does it in this process, `RemoteCopies` hands them out."""
 
     @property
     def audit(self) -> PageAudit | None:
@@ -35,7 +35,7 @@ class Transfers(Protocol):
         done: Done,
         on_wait: OnWait | None = None,
     ) -> Ticket:
-        """Start an operation; see `TransferEngine.submit`."""
+        """Start an operation; see `LocalTransfers.submit`."""
         ...
 
     def statistics(self) -> TransferStatistics: ...
@@ -49,5 +49,5 @@ class Transfers(Protocol):
         ...
 
     async def aclose(self, deadline_seconds: float) -> int:
-        """Refuse new operations and wait for those in flight; see `TransferEngine.aclose`."""
+        """Refuse new operations and wait for those in flight; see `LocalTransfers.aclose`."""
         ...

@@ -25,7 +25,7 @@ from asynchicache.streams.emulated import EmulatedDevice, EmulatedStream
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.transfer.copies import PoolMemory
-from asynchicache.transfer.engine import GROUP_BYTES, TransferEngine
+from asynchicache.transfer.local import GROUP_BYTES, LocalTransfers
 from asynchicache.transfer.plan import CacheOperation, Direction, PoolShape, merge
 from asynchicache.types import PoolTransfer
 from asynchicache_lab.bench.options import BridgeOptions
@@ -104,17 +104,17 @@ class _Clocks(NamedTuple):
 
 
 class _Bridge:
-    """An engine on an emulated threaded device, and a separate stream."""
+    """Transfers on an emulated threaded device, and a separate stream."""
 
     def __init__(
         self,
-        engine: TransferEngine,
+        transfers: LocalTransfers,
         reactor: CompletionReactor,
         device: EmulatedDevice,
         port: AsyncioPort,
         pages: int,
     ) -> None:
-        self._engine = engine
+        self._transfers = transfers
         self._port = port
         self._reactor = reactor
         self._device = device
@@ -135,8 +135,8 @@ class _Bridge:
         started = _Clocks.now()
         operations = [self._operation(number) for number in range(OPERATIONS)]
         built = _Clocks.now()
-        tickets = [self._engine.submit(operation, done=_ignore) for operation in operations]
-        # The engine hands over at the end of the tick; a later callback runs after that.
+        tickets = [self._transfers.submit(operation, done=_ignore) for operation in operations]
+        # They are handed over at the end of the tick; a later callback runs after that.
         asyncio.get_running_loop().call_soon(lambda: handed_over.set_result(_Clocks.now()))
         end = await handed_over
         for ticket in tickets:
@@ -195,11 +195,11 @@ async def _open_bridge(options: BridgeOptions) -> AsyncIterator[_Bridge]:
     spec, port, device = synthetic_spec(_PAGE_SIZE), AsyncioPort(threads=1), EmulatedDevice(ThreadDriver())
     memories = _memories(spec, OPERATIONS * options.pages)
     reactor = CompletionReactor(port)
-    engine = TransferEngine(device, memories, spec.layers, port, reactor)
+    transfers = LocalTransfers(device, memories, spec.layers, port, reactor)
     try:
-        yield _Bridge(engine, reactor, device, port, options.pages)
+        yield _Bridge(transfers, reactor, device, port, options.pages)
     finally:
-        await engine.aclose(_CLOSE_SECONDS)
+        await transfers.aclose(_CLOSE_SECONDS)
         await reactor.aclose(_CLOSE_SECONDS)
         device.close()
         for memory in memories.values():

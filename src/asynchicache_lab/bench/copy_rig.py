@@ -1,4 +1,4 @@
-"""A transfer engine on a real device, and a stream of the same device for plain copies to compare with."""
+"""Transfers on a real device, and a stream of the same device for plain copies to compare with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.calibration import measured_paths
 from asynchicache.transfer.copies import PoolMemory
-from asynchicache.transfer.engine import GROUP_BYTES, TransferEngine
+from asynchicache.transfer.local import GROUP_BYTES, LocalTransfers
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import CacheOperation
 from asynchicache_lab.bench.cores import OwnCores, single_threaded
@@ -34,14 +34,14 @@ _CLOSE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class CopyRig:
-    """An open engine with its device and memory.
+    """Open transfers with their device and memory.
 
     Attributes:
-        aside: a stream for work outside the engine, from `single_threaded`.
+        aside: a stream for work outside the transfers, from `single_threaded`.
     """
 
     device: Device
-    engine: TransferEngine
+    transfers: LocalTransfers
     memory: PoolMemory
     port: AsyncioPort
     aside: Stream
@@ -53,7 +53,7 @@ class CopyRig:
             TransferError: the operation failed.
         """
         started = time.perf_counter()
-        await self.engine.submit(operation, done=lambda error: None)
+        await self.transfers.submit(operation, done=lambda error: None)
         return time.perf_counter() - started
 
     def settle(self) -> None:
@@ -88,7 +88,7 @@ async def open_rig(
     group_bytes: int = GROUP_BYTES,
     cores: Mapping[str, int] = MappingProxyType({}),
 ) -> AsyncIterator[CopyRig]:
-    """Open an engine over one pool, with pinned host memory.
+    """Open transfers over one pool, with pinned host memory.
 
     Args:
         spec: the pool.
@@ -97,7 +97,7 @@ async def open_rig(
         device: torch name of the device.
         layout: layout of host memory.
         path: the copy path; None chooses it by measurement.
-        group_bytes: minimum bytes of layers copied together. Default: the engine's.
+        group_bytes: minimum bytes of layers copied together. Default: that of `LocalTransfers`.
         cores: for a CPU, the core of each stream; see `OwnCores`.
 
     Raises:
@@ -120,7 +120,7 @@ async def open_rig(
         layers = max(tensor.layers[-1] for tensor in spec.tensors) + 1
         reactor = CompletionReactor(port)
         table = measured_paths(opened.name) if path is None else None
-        engine = TransferEngine(
+        transfers = LocalTransfers(
             opened,
             {spec.name: memory},
             layers,
@@ -131,5 +131,5 @@ async def open_rig(
             copy_path=path,
         )
         stack.push_async_callback(reactor.aclose, _CLOSE_SECONDS)
-        stack.push_async_callback(engine.aclose, _CLOSE_SECONDS)
-        yield CopyRig(opened, engine, memory, port, single_threaded(opened, "aside"))
+        stack.push_async_callback(transfers.aclose, _CLOSE_SECONDS)
+        yield CopyRig(opened, transfers, memory, port, single_threaded(opened, "aside"))

@@ -235,7 +235,7 @@ class _OverlapRunner:
     def _submit(self) -> Ticket:
         slots = range(_PAGES)
         operation = CacheOperation(Direction.LOAD, (PoolTransfer("kv", slots, slots[::-1]),))
-        return self._rig.engine.submit(operation, done=lambda error: None)
+        return self._rig.transfers.submit(operation, done=lambda error: None)
 
     async def _end(self) -> None:
         await self._rig.port.run_blocking(partial(_reach_end, self._rig, self._compute))

@@ -218,9 +218,9 @@ async def _row(rig: CopyRig, case: _Case, operation: CacheOperation, options: Tr
     if case.singly:
         runs, copy = plain.singles(case.run_bytes, options.seed), single_copier(rig.memory.device.device)
         measures.append((runs.nbytes, partial(rig.seconds_on_stream, partial(copy, runs))))
-    before = rig.engine.statistics().paths[case.pool.name]
+    before = rig.transfers.statistics().paths[case.pool.name]
     mine, limit, *singles = await _measured(measures, options.rounds)
-    after = rig.engine.statistics().paths[case.pool.name]
+    after = rig.transfers.statistics().paths[case.pool.name]
     return TransferRow(
         operation.direction.value,
         case.layout.value,

@@ -12,7 +12,7 @@ from asynchicache.cache import HybridCache
 from asynchicache.layouts import POISON
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.observer import Observer
-from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.local import LocalTransfers
 from asynchicache.tree.node import SlotPlace, component_of, place_of, tier_of
 from asynchicache.types import Tier
 
@@ -47,7 +47,7 @@ class SlotOracle(Observer):
     def copy_in_groups(self, group_bytes: int) -> None:
         """Load layers in groups of at least `group_bytes`: the library's default would load such a small
         model in one group."""
-        if isinstance(self._inside.transfers, TransferEngine):
+        if isinstance(self._inside.transfers, LocalTransfers):
             self._inside.transfers.scheduler.group_bytes = group_bytes
 
     def poison_freed(self) -> None:

@@ -13,7 +13,7 @@ from asynchicache.errors import ConfigError
 from asynchicache.layouts import HostLayout
 from asynchicache.planner.hints import MAX_KEEP_SECONDS, NO_HINT, CacheHint
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
-from asynchicache.transfer.engine import GROUP_BYTES
+from asynchicache.transfer.local import GROUP_BYTES
 from asynchicache.types import PrefetchPolicy, WritePolicy, trailing_pages
 
 

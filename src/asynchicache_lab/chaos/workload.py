@@ -14,7 +14,7 @@ import msgspec
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.sizing import slot_cost
 from asynchicache.specs import ModelSpec
-from asynchicache.transfer.engine import GROUP_BYTES
+from asynchicache.transfer.local import GROUP_BYTES
 from asynchicache.types import PrefetchPolicy, WritePolicy
 from asynchicache_lab.chaos.edges import EDGES, SEEDS_AN_EDGE
 from asynchicache_lab.chaos.script import (

@@ -9,7 +9,7 @@ import pytest
 
 from asynchicache.cli.main import main
 from asynchicache.errors import ConfigError
-from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.local import LocalTransfers
 from asynchicache_lab.bench.bridge import BridgeOptions, run_bridge
 
 
@@ -22,17 +22,17 @@ def test_one_wake_tells_of_64_completions() -> None:
 
 
 def test_each_round_submits_64_operations_of_one_tick(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines: list[TransferEngine] = []
-    aclose = TransferEngine.aclose
+    opened: list[LocalTransfers] = []
+    aclose = LocalTransfers.aclose
 
-    async def watched(engine: TransferEngine, deadline_seconds: float) -> int:
-        engines.append(engine)
-        return await aclose(engine, deadline_seconds)
+    async def watched(transfers: LocalTransfers, deadline_seconds: float) -> int:
+        opened.append(transfers)
+        return await aclose(transfers, deadline_seconds)
 
-    monkeypatch.setattr(TransferEngine, "aclose", watched)
+    monkeypatch.setattr(LocalTransfers, "aclose", watched)
     asyncio.run(run_bridge(BridgeOptions(rounds=3, pages=1)))
 
-    statistics = engines[0].statistics()
+    statistics = opened[0].statistics()
     assert (statistics.operations, statistics.launches) == (3 * 64, 3)
 
 

@@ -37,8 +37,8 @@ from asynchicache.storage.guard import GuardedPool
 from asynchicache.streams.base import Stream
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.audit import AuditSample
-from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.fences import Fence
+from asynchicache.transfer.local import LocalTransfers
 from asynchicache.tree import tails, tier_copies
 from asynchicache.tree.keeps import HintShare
 from asynchicache.tree.node import FULL, FULL_HOST, RESIDENT, Node, SlotPlace, place_of
@@ -77,7 +77,7 @@ def fence_dropped(patch: Patch) -> None:
 
 @bug
 def copies_do_not_wait_for_copies(patch: Patch) -> None:
-    patch.setattr(TransferEngine, "_wait_for_dependencies", nothing)
+    patch.setattr(LocalTransfers, "_wait_for_dependencies", nothing)
 
 
 @bug

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asynchicache.planner.engine import EnginePlanner
-from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.local import LocalTransfers
 from asynchicache.tree import tier_copies
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache_lab.chaos.run import run_script
@@ -39,9 +39,9 @@ def load_does_not_keep_its_host_pages(patch: Patch) -> None:
 
 
 def backup_reads_before_the_forward(patch: Patch) -> None:
-    submit = TransferEngine.submit
+    submit = LocalTransfers.submit
     patch.setattr(
-        TransferEngine,
+        LocalTransfers,
         "submit",
         lambda engine, operation, **rest: submit(engine, operation, **(rest | {"after": ()})),
     )

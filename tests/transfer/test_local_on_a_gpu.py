@@ -1,4 +1,4 @@
-"""The whole engine, with its submit thread, its audit and its fences; on a GPU, and on a CPU to compare."""
+"""Transfers as a whole, with submit thread, audit and fences; on a GPU, and on a CPU to compare."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.audit import PageAudit
 from asynchicache.transfer.copies import PoolMemory
-from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.graph_fences import GraphFences
+from asynchicache.transfer.local import LocalTransfers
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import CacheOperation, Direction
 from transfer.conftest import DSA, KV, LAYERS, MAMBA, PAGE_SIZE, SLOTS
@@ -39,7 +39,7 @@ Memories = dict[str, PoolMemory]
 @asynccontextmanager
 async def _open(
     name: str, *, share: float = 0.0, path: CopyPath | None = None
-) -> AsyncIterator[tuple[Device, TransferEngine, Memories]]:
+) -> AsyncIterator[tuple[Device, LocalTransfers, Memories]]:
     port = AsyncioPort(threads=1)
     device: Device = EmulatedDevice(ThreadDriver()) if name == "cpu" else CudaDevice(0)
     pin = Pinner.of(name) or False
@@ -52,13 +52,13 @@ async def _open(
     }
     reactor = CompletionReactor(port)
     audit = PageAudit({pool: memory.device for pool, memory in memories.items()}, share, random.Random(1))
-    engine = TransferEngine(
+    transfers = LocalTransfers(
         device, memories, LAYERS, port, reactor, group_bytes=1, copy_path=path, audit=audit
     )
     try:
-        yield device, engine, memories
+        yield device, transfers, memories
     finally:
-        await engine.aclose(10)
+        await transfers.aclose(10)
         await reactor.aclose(10)
         device.close()
         for memory in memories.values():
@@ -82,20 +82,20 @@ def _randomize(memories: Memories) -> dict[tuple[str, str], torch.Tensor]:
 async def test_pages_of_every_pool_come_back_as_they_left(
     name: str, path: CopyPath, operation: Callable[..., CacheOperation]
 ) -> None:
-    async with _open(name, share=1.0, path=path) as (_, engine, memories):
+    async with _open(name, share=1.0, path=path) as (_, transfers, memories):
         before, outcomes = _randomize(memories), []
         kept, places, back = [2, 3, 7], [9, 0, 1], [11, 4, 5]
         backup = operation(Direction.BACKUP, kv=(kept, places), dsa=(kept, places), mamba=([1], [2]))
         load = operation(Direction.LOAD, kv=(places, back), dsa=(places, back), mamba=([2], [4]))
 
         # Both at once: the load waits on the device for the backup whose pages it reads.
-        tickets = [engine.submit(one, done=outcomes.append) for one in (backup, load)]
+        tickets = [transfers.submit(one, done=outcomes.append) for one in (backup, load)]
         for ticket in tickets:
             await ticket
-        await engine.submit(load, done=outcomes.append)  # by now there are fingerprints to compare with
+        await transfers.submit(load, done=outcomes.append)  # by now there are fingerprints to compare with
 
         assert outcomes == [None] * 3
-        found = engine.statistics().audit
+        found = transfers.statistics().audit
         assert (found.recorded, found.mismatched) == (7, 0)
         assert found.compared in (7, 14)  # all of the first load's as well if the backup had landed by then
         for (pool, tensor), noise in before.items():
@@ -107,7 +107,7 @@ async def test_pages_of_every_pool_come_back_as_they_left(
 async def test_a_stream_and_a_captured_graph_wait_for_their_layers(
     name: str, operation: Callable[..., CacheOperation]
 ) -> None:
-    async with _open(name) as (device, engine, memories):
+    async with _open(name) as (device, transfers, memories):
         _randomize(memories)
         keys = memories["kv"].device.items("keys")
         compute, fences = device.stream("compute"), GraphFences(device, LAYERS)
@@ -118,7 +118,7 @@ async def test_a_stream_and_a_captured_graph_wait_for_their_layers(
                 fences.wait_on(layer, compute)
                 compute.launch(lambda local=local: by_graph[local].copy_(keys[local, 7]))
         for slot in range(3):
-            ticket = engine.submit(operation(Direction.LOAD, kv=([slot], [7])), done=lambda error: None)
+            ticket = transfers.submit(operation(Direction.LOAD, kv=([slot], [7])), done=lambda error: None)
             await ticket.submitted()
             fences.arm(ticket)
             for local, layer in enumerate(KV.tensors[0].layers):

@@ -2,8 +2,7 @@
 
 On the loop a submission is only checked and appended to a list. When the loop's iteration ends, all of them
 go to the submit thread, which merges them, orders them by their slots, and enqueues them. The device keeps
-the
-order: a copy waits on the streams for the copies that it depends on, and the host never waits to enqueue.
+the order: a copy waits on the streams for the copies that it depends on, and the host never waits to enqueue.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ GROUP_BYTES = 8 << 20
 _NO_POOL = -1, -1  # capacities of an unknown pool: even an empty transfer (highest slot -1) exceeds them
 
 
-class TransferEngine:
+class LocalTransfers:
     """Moves pages between device and host memory, and on the device.
 
     Confined to the thread of the loop it is made on, except the methods marked otherwise. Close it before the
@@ -91,7 +90,7 @@ class TransferEngine:
             reactor: reports completion.
             group_bytes: bytes that make a group of a load's layers worth a launch. Default: 8 MiB.
             submit_inline: enqueue on the loop, for devices that run in virtual time or in their
-                caller. Default: False, on a thread of the engine's own.
+                caller. Default: False, on a thread of their own.
             paths: measured rates of each copy path. Default: rates that a CPU had; plain copies on a GPU.
             copy_path: always use this path.
             audit: compares a sample of what comes back to the device with what had left it.
@@ -151,12 +150,12 @@ class TransferEngine:
                 Default: the caller does not need to know them.
 
         Raises:
-            ClosedError: the engine is closed.
+            ClosedError: they are closed.
             UsageError: an unknown pool, an invalid slot, an event of another device.
             RequestStateError: an event in `after` was never recorded.
         """
         if self._closed:
-            raise ClosedError("the transfer engine is closed")
+            raise ClosedError("the transfers are closed")
         for pool, device, host in operation.highest_slots:
             device_slots, host_slots = self._capacities.get(pool, _NO_POOL)
             if device >= device_slots or host >= host_slots:
@@ -209,7 +208,7 @@ class TransferEngine:
         given_up = self._in_flight.submissions()
         # If nothing hangs, the submit thread resolves the readers itself.
         readers = self._in_flight.unresolved_readers() if given_up else ()
-        error = TransferError(f"given up after {deadline_seconds} s: the engine closed")
+        error = TransferError(f"given up after {deadline_seconds} s: the transfers closed")
         self._fail_all([*given_up, *readers], error)
         self._gave_up = True
         if self._submitter is not None and given_up:

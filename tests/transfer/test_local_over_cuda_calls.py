@@ -1,4 +1,4 @@
-"""The engine over the CUDA driver of streams, whose runtime fails at each of its calls in turn."""
+"""Transfers over the CUDA driver of streams, whose runtime fails at each of its calls in turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asynchicache.errors import CacheError, CallRefusedError, CopyEndedError, Tr
 from asynchicache.ports import AsyncioPort
 from asynchicache.streams.cuda import CudaDevice
 from asynchicache.streams.reactor import CompletionReactor
-from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.local import LocalTransfers
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.ticket import Ticket
@@ -37,7 +37,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
 
 
 class _Run:
-    """An engine that moves two pages to the host and back, with so many calls of the runtime that succeed.
+    """Transfers that move two pages to the host and back, with so many calls of the runtime that succeed.
 
     Attributes:
         outcomes: what `done` was told, of the backup and of the load.
@@ -54,14 +54,14 @@ class _Run:
         keys = memories["kv"].device.items("keys")
         keys.copy_(torch.arange(keys.numel()).view(keys.shape))
         reactor = CompletionReactor(port, sweep_seconds=0.01)
-        engine = TransferEngine(device, memories, LAYERS, port, reactor, group_bytes=1)
+        transfers = LocalTransfers(device, memories, LAYERS, port, reactor, group_bytes=1)
         compute = device.stream("compute")
         runtime.calls_left = calls
         backup = operation(Direction.BACKUP, kv=([0, 1], [2, 3]))
         load = operation(Direction.LOAD, kv=([2, 3], [5, 6]))
         for name, wish in (("backup", backup), ("load", load)):
-            await _use(engine.submit(wish, done=self.outcomes[name].append), compute)
-        assert await engine.aclose(PATIENCE) == 0
+            await _use(transfers.submit(wish, done=self.outcomes[name].append), compute)
+        assert await transfers.aclose(PATIENCE) == 0
         assert await reactor.aclose(PATIENCE) == 0
         device.close()
         await port.aclose()
@@ -81,13 +81,13 @@ async def _use(ticket: Ticket, compute: object) -> None:
 
 
 @asynccontextmanager
-async def _open(device: CudaDevice, path: CopyPath | None = None) -> AsyncIterator[TransferEngine]:
-    """An engine whose every layer with bytes is a group, and which no sweeper disturbs."""
+async def _open(device: CudaDevice, path: CopyPath | None = None) -> AsyncIterator[LocalTransfers]:
+    """Transfers whose every layer with bytes is a group, and which no sweeper disturbs."""
     port = AsyncioPort(threads=1)
     reactor = CompletionReactor(port, sweep_seconds=NEVER)
-    engine = TransferEngine(device, make_memories(), LAYERS, port, reactor, group_bytes=1, copy_path=path)
-    yield engine
-    assert await engine.aclose(PATIENCE) == 0
+    transfers = LocalTransfers(device, make_memories(), LAYERS, port, reactor, group_bytes=1, copy_path=path)
+    yield transfers
+    assert await transfers.aclose(PATIENCE) == 0
     assert await reactor.aclose(PATIENCE) == 0
     device.close()
     await port.aclose()
@@ -97,11 +97,11 @@ async def _open(device: CudaDevice, path: CopyPath | None = None) -> AsyncIterat
 async def test_a_layer_group_costs_one_record_and_one_question(
     runtime: PlayedCuda, operation: Callable[..., CacheOperation]
 ) -> None:
-    async with _open(CudaDevice(0)) as engine:
+    async with _open(CudaDevice(0)) as transfers:
 
         async def cost(**slots: object) -> Counter[str]:
             before = runtime.counted
-            await engine.submit(operation(Direction.LOAD, **slots), done=lambda error: None)
+            await transfers.submit(operation(Direction.LOAD, **slots), done=lambda error: None)
             return runtime.counted - before
 
         kv, mamba = ([0], [0]), ([0], [0])
@@ -116,10 +116,12 @@ async def test_a_layer_group_costs_one_record_and_one_question(
 async def test_events_are_used_again_however_long_tickets_are_kept(
     runtime: PlayedCuda, operation: Callable[..., CacheOperation]
 ) -> None:
-    async with _open(CudaDevice(0)) as engine:
+    async with _open(CudaDevice(0)) as transfers:
         tickets = []
         for _ in range(50):
-            tickets.append(engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=lambda error: None))
+            tickets.append(
+                transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=lambda error: None)
+            )
             await tickets[-1]
         assert all(ticket.done and ticket.ok for ticket in tickets)
 
@@ -140,9 +142,9 @@ async def test_a_refused_copy_costs_its_transfer_and_its_path(
         raise error
 
     device, outcomes = CudaDevice(0), list[BaseException | None]()
-    async with _open(device, path) as engine:
-        kv = engine._copier._pools["kv"]
-        await engine.submit(operation(Direction.BACKUP, kv=([0], [2])), done=outcomes.append)
+    async with _open(device, path) as transfers:
+        kv = transfers._copier._pools["kv"]
+        await transfers.submit(operation(Direction.BACKUP, kv=([0], [2])), done=outcomes.append)
         refusing = SimpleNamespace(upload=refuse)
         kv.methods = (
             replace(kv.methods, batch=refuse)
@@ -152,10 +154,10 @@ async def test_a_refused_copy_costs_its_transfer_and_its_path(
         wishes = [operation(Direction.LOAD, kv=([2], [page])) for page in (5, 6, 7)]
         for wish in wishes:
             try:
-                await engine.submit(wish, done=outcomes.append)
+                await transfers.submit(wish, done=outcomes.append)
             except TransferError as failure:
                 assert str(error) in str(failure)  # noqa: PT017
-        nbytes = engine.statistics().paths["kv"]
+        nbytes = transfers.statistics().paths["kv"]
 
     assert [type(outcome) for outcome in outcomes] == [NoneType, CopyEndedError, NoneType, NoneType]
     assert device.error is None

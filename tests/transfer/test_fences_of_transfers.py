@@ -1,7 +1,7 @@
-"""The engine's fences suffice, and none is there in vain: without any kind of them bytes go wrong.
+"""The fences of transfers suffice, and none is there in vain: without any kind of them bytes go wrong.
 
-Random programs of copies in all directions, and of forwards that are ordered with them as the engine asks of
-its users, run in virtual time and are compared with the same steps one after another.
+Random programs of copies in all directions, and of forwards that are ordered with them as transfers ask of
+their users, run in virtual time and are compared with the same steps one after another.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from asynchicache.streams.base import Event
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.transfer.copies import PoolMemory
-from asynchicache.transfer.engine import TransferEngine
 from asynchicache.transfer.fences import Fence
+from asynchicache.transfer.local import LocalTransfers
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.record import TransferRecord
 from asynchicache.transfer.schedule import HazardTable, IndependenceCheck, Scheduler
@@ -35,7 +35,7 @@ SEEDS = range(150)
 
 
 class Program:
-    """Steps on an engine, and the same steps on copies of its memory, one after another."""
+    """Steps of transfers, and the same steps on copies of their memory, one after another."""
 
     def __init__(self, world: SeededWorld) -> None:
         self._world = world
@@ -45,7 +45,7 @@ class Program:
         self._host = HostPool(SPEC, 1, HOST_SLOTS, pin=False)
         self._reactor = CompletionReactor(world.port)
         memories = {"kv": PoolMemory(self._device, self._host)}
-        self._engine = TransferEngine(
+        self._transfers = LocalTransfers(
             self._streams_device, memories, LAYERS, world.port, self._reactor, group_bytes=1
         )
         self._compute = self._streams_device.stream("compute")
@@ -89,7 +89,7 @@ class Program:
             sources, targets = sources[:2], sources[2:]
         count = self._rng.randint(1, 2)
         transfer = PoolTransfer("kv", sources[:count], targets[:count])
-        ticket = self._engine.submit(
+        ticket = self._transfers.submit(
             CacheOperation(direction, (transfer,)), after=self._computed[-1:], done=lambda error: None
         )
         source, target = self._expected[direction.source], self._expected[direction.destination]
@@ -101,7 +101,7 @@ class Program:
     async def _forward(self) -> None:
         """Change one slot by another, by layers; behind what brings both, and what still reads the one."""
         slot, other = self._rng.sample(range(DEVICE_SLOTS), 2)
-        arriving = self._engine.submit(
+        arriving = self._transfers.submit(
             CacheOperation(Direction.LOAD, ()), reads=[("kv", [slot, other])], done=lambda error: None
         )
         tickets = [arriving, *self._readers[slot]]
@@ -126,13 +126,13 @@ class Program:
         notify(self._streams_device, self._compute, last.set_result)
         await last
         every = range(DEVICE_SLOTS)
-        ticket = self._engine.submit(
+        ticket = self._transfers.submit(
             CacheOperation(Direction.LOAD, ()), reads=[("kv", every)], done=lambda error: None
         )
         try:
             await ticket
         finally:
-            assert await self._engine.aclose(10) == 0
+            assert await self._transfers.aclose(10) == 0
             assert await self._reactor.aclose(10) == 0
 
 
@@ -154,7 +154,7 @@ def test_a_thousand_programs_end_like_their_steps_one_after_another() -> None:
     assert list(wrong(range(1_000))) == []
 
 
-# Each kind of fence, and what is left of the engine without it. Copies of one direction need none: they are
+# Each kind of fence, and what is left of transfers without it. Copies of one direction need none: they are
 # on one stream.
 
 
@@ -170,14 +170,14 @@ def _without(users: int, tier: Tier) -> Callable[..., list[Any]]:
 
 
 def _submit_without_after(
-    self: TransferEngine, operation: CacheOperation, *, after: object = (), **others: Any
+    self: LocalTransfers, operation: CacheOperation, *, after: object = (), **others: Any
 ) -> Ticket:
     return ORIGINAL_SUBMIT(self, operation, **others)
 
 
-ORIGINAL_SUBMIT = TransferEngine.submit
+ORIGINAL_SUBMIT = LocalTransfers.submit
 FENCES = {
-    "a copy behind the forwards before it": (TransferEngine, "submit", _submit_without_after),
+    "a copy behind the forwards before it": (LocalTransfers, "submit", _submit_without_after),
     "a copy behind the copy that brings its source": (
         HazardTable,
         "writers_of_sources",

@@ -1,4 +1,4 @@
-"""The engine moves the right bytes, merges what one tick asks for, and tells layer by layer."""
+"""Transfers move the right bytes, merge what one tick asks for, and tell layer by layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asynchicache.ports import AsyncioPort
 from asynchicache.streams.drivers import InlineDriver, ThreadDriver
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.transfer.copies import PageCopier
-from asynchicache.transfer.engine import TransferEngine
+from asynchicache.transfer.local import LocalTransfers
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.record import LayerStatus
 from asynchicache.types import Tier
@@ -40,8 +40,8 @@ async def test_bytes_survive_the_way_down_and_up(
     up = {pool: (slots, [11, 3, 4, 9, 10]) for pool, (_, slots) in down.items()}
     async with open_rig(driver, seed=3, group_bytes=group_bytes) as rig:
         before = rig.contents()
-        await rig.engine.submit(operation(Direction.BACKUP, **down, mamba=([4, 1], [0, 3])), done=rig.done)
-        await rig.engine.submit(operation(Direction.LOAD, **up, mamba=([3, 0], [2, 3])), done=rig.done)
+        await rig.transfers.submit(operation(Direction.BACKUP, **down, mamba=([4, 1], [0, 3])), done=rig.done)
+        await rig.transfers.submit(operation(Direction.LOAD, **up, mamba=([3, 0], [2, 3])), done=rig.done)
         after = rig.contents()
 
     assert rig.outcomes == [None, None]
@@ -66,7 +66,7 @@ async def test_every_direction_moves_what_copies_of_single_pages_move(
     async with open_rig(driver) as rig:
         expected = rig.contents()
         carry_out(expected, wish)
-        await rig.engine.submit(wish, done=rig.done)
+        await rig.transfers.submit(wish, done=rig.done)
         assert _equal(rig.contents(), expected)
 
 
@@ -79,11 +79,11 @@ async def test_operations_of_one_tick_and_direction_are_one_launch(
     wishes.append(operation(Direction.BACKUP, mamba=([0], [1])))
     async with open_rig(driver) as rig:
         expected = rig.contents()
-        tickets = [rig.engine.submit(wish, done=rig.done) for wish in wishes]
+        tickets = [rig.transfers.submit(wish, done=rig.done) for wish in wishes]
         for wish, ticket in zip(wishes, tickets, strict=True):
             carry_out(expected, wish)
             await ticket
-        statistics = rig.engine.statistics()
+        statistics = rig.transfers.statistics()
         assert _equal(rig.contents(), expected)
 
     assert (statistics.operations, statistics.launches, statistics.in_flight) == (9, 2, 0)
@@ -105,16 +105,16 @@ def memory_bytes(pool: str, rig) -> list[int]:
 async def test_what_is_submitted_counts_before_the_tick_ends(open_rig, operation: Build) -> None:
     wishes = [operation(Direction.LOAD, kv=([slot], [slot])) for slot in range(3)]
     async with open_rig() as rig:
-        assert (rig.engine.in_flight(), rig.engine.statistics().in_flight) == ([], 0)
-        tickets = [rig.engine.submit(wish, done=rig.done) for wish in wishes[:2]]
-        assert rig.engine.in_flight() == wishes[:2]
-        tickets.append(rig.engine.submit(wishes[2], done=rig.done))
-        statistics = rig.engine.statistics()
+        assert (rig.transfers.in_flight(), rig.transfers.statistics().in_flight) == ([], 0)
+        tickets = [rig.transfers.submit(wish, done=rig.done) for wish in wishes[:2]]
+        assert rig.transfers.in_flight() == wishes[:2]
+        tickets.append(rig.transfers.submit(wishes[2], done=rig.done))
+        statistics = rig.transfers.statistics()
         assert (statistics.operations, statistics.in_flight) == (3, 3)
         for ticket in tickets:
             await ticket
-        statistics = rig.engine.statistics()
-        assert (statistics.operations, statistics.in_flight, rig.engine.in_flight()) == (3, 0, [])
+        statistics = rig.transfers.statistics()
+        assert (statistics.operations, statistics.in_flight, rig.transfers.in_flight()) == (3, 0, [])
 
 
 @pytest.mark.asyncio
@@ -136,9 +136,9 @@ async def test_the_first_group_may_begin_before_the_others_are_enqueued(
         ThreadDriver, "yield_to_streams", lambda one: (steps.append("yield"), yield_to_streams(one))
     )
     async with open_rig(driver, group_bytes=group_bytes) as rig:
-        await rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+        await rig.transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
         assert steps == expected
-        await rig.engine.submit(operation(Direction.BACKUP, kv=([0], [0])), done=rig.done)
+        await rig.transfers.submit(operation(Direction.BACKUP, kv=([0], [0])), done=rig.done)
 
     assert steps == [*expected, "group"]  # of one group, nobody waits for a part
 
@@ -147,14 +147,16 @@ async def test_the_first_group_may_begin_before_the_others_are_enqueued(
 async def test_operations_of_later_ticks_are_launches_of_their_own(open_rig, operation: Build) -> None:
     async with open_rig() as rig:
         for slot in range(3):
-            await rig.engine.submit(operation(Direction.LOAD, kv=([slot], [slot])), done=rig.done)
-        assert rig.engine.statistics().launches == 3
+            await rig.transfers.submit(operation(Direction.LOAD, kv=([slot], [slot])), done=rig.done)
+        assert rig.transfers.statistics().launches == 3
 
 
 @pytest.mark.asyncio
 async def test_nothing_to_move_is_done_at_once(open_rig, operation: Build) -> None:
     async with open_rig() as rig:
-        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([], [])), done=rig.done, reads=[("kv", [0])])
+        ticket = rig.transfers.submit(
+            operation(Direction.LOAD, kv=([], [])), done=rig.done, reads=[("kv", [0])]
+        )
 
         assert rig.outcomes == [None]
         assert ticket.done
@@ -163,13 +165,15 @@ async def test_nothing_to_move_is_done_at_once(open_rig, operation: Build) -> No
         ticket.fence(0).wait_on(rig.device.stream("compute"))
         await ticket.submitted()
         await ticket
-        assert rig.engine.statistics().launches == 0
+        assert rig.transfers.statistics().launches == 0
 
 
 @pytest.mark.asyncio
 async def test_layers_land_one_by_one(open_rig, operation: Build) -> None:
     async with open_rig("stepped") as rig:
-        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0]), mamba=([0], [0])), done=rig.done)
+        ticket = rig.transfers.submit(
+            operation(Direction.LOAD, kv=([0], [0]), mamba=([0], [0])), done=rig.done
+        )
         assert ticket.status(0) is LayerStatus.PENDING
         await ticket.submitted()
         assert {ticket.status(layer) for layer in range(6)} == {LayerStatus.SUBMITTED}
@@ -187,7 +191,9 @@ async def test_layers_land_one_by_one(open_rig, operation: Build) -> None:
 @pytest.mark.asyncio
 async def test_layers_that_nobody_waits_for_do_not_wake_the_loop(open_rig, operation: Build) -> None:
     async with open_rig("stepped") as rig:
-        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0]), mamba=([0], [0])), done=rig.done)
+        ticket = rig.transfers.submit(
+            operation(Direction.LOAD, kv=([0], [0]), mamba=([0], [0])), done=rig.done
+        )
         await ticket.submitted()
         before = rig.reactor.statistics()
         for layer in range(5):
@@ -205,7 +211,9 @@ async def test_who_waits_for_a_layer_that_has_landed_unseen_is_told_at_once(
     open_rig, operation: Build
 ) -> None:
     async with open_rig("stepped") as rig:
-        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0]), mamba=([0], [0])), done=rig.done)
+        ticket = rig.transfers.submit(
+            operation(Direction.LOAD, kv=([0], [0]), mamba=([0], [0])), done=rig.done
+        )
         await ticket.submitted()
         rig.device.step(2)
         assert await asyncio.to_thread(ticket.host_fence(1).wait, PATIENCE)
@@ -222,17 +230,19 @@ async def test_who_waits_for_a_layer_that_has_landed_unseen_is_told_at_once(
 async def test_an_operation_is_done_with_its_own_last_layer(open_rig, operation: Build) -> None:
     async with open_rig("stepped") as rig:
         told: list[str] = []
-        early = rig.engine.submit(
+        early = rig.transfers.submit(
             operation(Direction.LOAD, mamba=([0], [0])), done=lambda _: told.append("mamba")
         )
-        late = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=lambda _: told.append("kv"))
+        late = rig.transfers.submit(
+            operation(Direction.LOAD, kv=([0], [0])), done=lambda _: told.append("kv")
+        )
         rig.device.step(4)  # layers 0 to 3
         await early
 
         assert told == ["mamba"]
         assert early.done
         assert not late.done
-        assert rig.engine.statistics().in_flight == 1
+        assert rig.transfers.statistics().in_flight == 1
         rig.device.step()
         await late
         assert told == ["mamba", "kv"]
@@ -242,12 +252,12 @@ async def test_an_operation_is_done_with_its_own_last_layer(open_rig, operation:
 async def test_done_is_called_before_waiters_run_and_without_any(open_rig, operation: Build) -> None:
     async with open_rig() as rig:
         told: list[str] = []
-        ticket = rig.engine.submit(
+        ticket = rig.transfers.submit(
             operation(Direction.LOAD, kv=([0], [0])), done=lambda _: told.append("done")
         )
         await ticket
         told.append("waiter")
-        rig.engine.submit(operation(Direction.LOAD, kv=([1], [1])), done=lambda _: told.append("unheard"))
+        rig.transfers.submit(operation(Direction.LOAD, kv=([1], [1])), done=lambda _: told.append("unheard"))
 
     assert told == ["done", "waiter", "unheard"]
 
@@ -258,8 +268,8 @@ async def test_what_done_raises_harms_nobody_else(open_rig, operation: Build, ca
         raise ZeroDivisionError("mine")
 
     async with open_rig() as rig:
-        first = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=fail)
-        second = rig.engine.submit(operation(Direction.LOAD, kv=([1], [1])), done=rig.done)
+        first = rig.transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=fail)
+        second = rig.transfers.submit(operation(Direction.LOAD, kv=([1], [1])), done=rig.done)
         await asyncio.gather(_wait(first), _wait(second))
 
     assert rig.outcomes == [None]
@@ -277,7 +287,7 @@ async def test_a_fence_orders_a_stream_behind_its_layer(open_rig, operation: Bui
         wanted = rig.memories["kv"].host.items("keys")[:, 2, 0].clone()
         seen: dict[int, torch.Tensor] = {}
         compute = rig.device.stream("compute")
-        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([2], [7])), done=rig.done)
+        ticket = rig.transfers.submit(operation(Direction.LOAD, kv=([2], [7])), done=rig.done)
         await ticket.submitted()
         for local, layer in enumerate((1, 2, 4)):
             ticket.fence(layer).wait_on(compute)
@@ -295,7 +305,7 @@ async def test_a_fence_orders_a_stream_behind_its_layer(open_rig, operation: Bui
 @pytest.mark.asyncio
 async def test_a_fence_of_what_is_not_submitted_is_refused(open_rig, operation: Build) -> None:
     async with open_rig() as rig:
-        ticket = rig.engine.submit(operation(Direction.LOAD, kv=([2], [7])), done=rig.done)
+        ticket = rig.transfers.submit(operation(Direction.LOAD, kv=([2], [7])), done=rig.done)
 
         with pytest.raises(RequestStateError, match="layer 3 is not submitted"):
             ticket.fence(3).wait_on(rig.device.stream("compute"))
@@ -311,7 +321,7 @@ async def test_a_cancelled_waiter_leaves_the_transfer_and_the_others_alone(
 ) -> None:
     async with open_rig() as rig:
         gate = rig.gate()
-        ticket = rig.engine.submit(
+        ticket = rig.transfers.submit(
             operation(Direction.LOAD, kv=([2], [7])), after=[gate.event], done=rig.done
         )
         waiters = [asyncio.ensure_future(_wait(ticket)) for _ in range(3)]
@@ -329,7 +339,7 @@ async def test_a_cancelled_waiter_leaves_the_transfer_and_the_others_alone(
 @pytest.mark.asyncio
 async def test_misuse_is_refused_before_anything_is_enqueued(open_rig, operation: Build) -> None:
     async with open_rig() as rig:
-        submit = rig.engine.submit
+        submit = rig.transfers.submit
         with pytest.raises(UsageError, match="host slot 10"):
             submit(operation(Direction.LOAD, kv=([10], [0])), done=rig.done)
         with pytest.raises(UsageError, match="'swa'"):
@@ -346,7 +356,7 @@ async def test_misuse_is_refused_before_anything_is_enqueued(open_rig, operation
         elsewhere = EmulatedDevice(InlineDriver()).event()
         with pytest.raises(UsageError, match="is not an event of device cpu"):
             submit(operation(Direction.LOAD, kv=([0], [0])), after=[elsewhere], done=rig.done)
-        statistics = rig.engine.statistics()
+        statistics = rig.transfers.statistics()
 
     assert (statistics.operations, statistics.launches) == (0, 0)
     assert rig.outcomes == []
@@ -357,7 +367,7 @@ async def test_pools_of_another_device_are_refused(open_rig) -> None:
     async with open_rig() as rig:
         elsewhere = EmulatedDevice(InlineDriver(), name="cuda:7")
         with pytest.raises(ConfigError, match="pool 'kv' is on cpu, the streams are cuda:7's"):
-            TransferEngine(elsewhere, rig.memories, 6, AsyncioPort(threads=1), rig.reactor)
+            LocalTransfers(elsewhere, rig.memories, 6, AsyncioPort(threads=1), rig.reactor)
 
 
 @pytest.mark.asyncio
@@ -365,7 +375,7 @@ async def test_what_has_ended_is_freed_without_a_garbage_collection(open_rig, op
     async with open_rig("inline", group_bytes=1) as rig:
         gc.disable()
         try:
-            ticket = rig.engine.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
+            ticket = rig.transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
             await ticket
             gone = weakref.ref(ticket)
             del ticket
@@ -381,10 +391,12 @@ async def test_a_ticket_that_is_kept_holds_on_to_nothing_that_only_its_moving_ne
     async with open_rig() as rig:
         gate, told = rig.gate(), Told()
         kept = [
-            rig.engine.submit(operation(Direction.LOAD, kv=([slot], [slot])), done=told, reads=[("kv", [5])])
+            rig.transfers.submit(
+                operation(Direction.LOAD, kv=([slot], [slot])), done=told, reads=[("kv", [5])]
+            )
             for slot in range(2)
         ]
-        late = rig.engine.submit(
+        late = rig.transfers.submit(
             operation(Direction.BACKUP, mamba=([0], [0])), after=[gate.event], done=rig.done
         )
         for ticket in kept:
@@ -393,11 +405,11 @@ async def test_a_ticket_that_is_kept_holds_on_to_nothing_that_only_its_moving_ne
         del told
         assert [ticket._submission.operation.empty for ticket in kept] == [True, True]
         assert (kept[0]._submission.reads, kept[0]._submission.after, gone()) == ((), (), None)
-        assert rig.engine.in_flight() == [late._submission.operation]
+        assert rig.transfers.in_flight() == [late._submission.operation]
         gate.open()
         await late
         assert late._submission.tick.operations == []
-        assert rig.engine.in_flight() == []
+        assert rig.transfers.in_flight() == []
 
 
 class Told:
@@ -412,8 +424,8 @@ async def test_what_moves_nothing_has_to_name_pools_all_the_same(open_rig, opera
     async with open_rig() as rig:
         for reads in ([], [("kv", [0])]):
             with pytest.raises(UsageError, match="'swa' is none of"):
-                rig.engine.submit(operation(Direction.LOAD, swa=([], [])), done=rig.done, reads=reads)
+                rig.transfers.submit(operation(Direction.LOAD, swa=([], [])), done=rig.done, reads=reads)
         with pytest.raises(UsageError, match="'swa' is none of"):
-            rig.engine.submit(operation(Direction.LOAD, kv=([0], [0]), swa=([], [])), done=rig.done)
+            rig.transfers.submit(operation(Direction.LOAD, kv=([0], [0]), swa=([], [])), done=rig.done)
 
     assert rig.outcomes == []
