@@ -13,7 +13,7 @@ from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.controller.recorder import RecordedRequest
 from asynchicache.errors import RequestStateError, UnknownPoolError, UsageError
 from asynchicache.planner.actions import Copy
-from asynchicache.planner.engine import NamedPages
+from asynchicache.planner.engine_pages import NamedPages
 from asynchicache.planner.hints import NO_HINT
 from asynchicache.planner.request_state import RequestState
 from asynchicache.streams.base import Stream

@@ -23,7 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from asynchicache.cache import HybridCache
 from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.controller.request import Hit, Request
-from asynchicache.planner.engine import NamedPages
+from asynchicache.planner.engine_pages import NamedPages
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.ticket import Ticket
 

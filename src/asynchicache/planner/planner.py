@@ -16,7 +16,7 @@ from asynchicache.planner.actions import Copy, PoolTransfers
 from asynchicache.planner.activity import Activity
 from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.checkpoints import CheckpointPolicy
-from asynchicache.planner.engine import EnginePlanner
+from asynchicache.planner.engine_pages import EnginePlanner
 from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.planner.load import LoadPlanner, by_place
 from asynchicache.planner.options import PlannerOptions

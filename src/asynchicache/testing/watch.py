@@ -16,7 +16,7 @@ import torch
 from asynchicache.cache import HybridCache, Request
 from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.errors import RequestStateError
-from asynchicache.planner.engine import NamedPages
+from asynchicache.planner.engine_pages import NamedPages
 from asynchicache.specs import PoolSpec
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.fences import Fence, HostFence

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asynchicache.planner.engine import EnginePlanner
+from asynchicache.planner.engine_pages import EnginePlanner
 from asynchicache.transfer.local import LocalTransfers
 from asynchicache.tree import tier_copies
 from asynchicache.tree.radix_tree import UnifiedRadixTree
