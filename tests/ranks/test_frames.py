@@ -13,7 +13,7 @@ from asynchicache.ranks.messages import (
     FollowerAnswer,
     LogEntry,
     MarkEntry,
-    SlotCopy,
+    TransferRuns,
     pack_outcomes,
     pack_slots,
     unpack_digests,
@@ -28,7 +28,7 @@ def frames(count: int, incarnation: int = 7) -> list[bytes]:
     found = []
     for step in range(count):
         writer.add(MarkEntry(step))
-        writer.add(CopyEntry(step, Direction.LOAD, [SlotCopy("kv", [step, 2], [5, 2])]))
+        writer.add(CopyEntry(step, Direction.LOAD, [TransferRuns("kv", [step, 2], [5, 2])]))
         found.append(writer.take())
     return found
 
@@ -79,7 +79,7 @@ def test_messages_of_another_kind_are_refused() -> None:
 def test_a_batch_of_many_bytes_becomes_several_frames() -> None:
     writer: FrameWriter[LogEntry] = FrameWriter(7)
     for _ in range(3):
-        writer.add(CopyEntry(1, Direction.LOAD, [SlotCopy("k" * (MAX_FRAME // 3), [], [])]))
+        writer.add(CopyEntry(1, Direction.LOAD, [TransferRuns("k" * (MAX_FRAME // 3), [], [])]))
     assert len(read(writer.take())) == 3
 
 

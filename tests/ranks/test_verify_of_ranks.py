@@ -13,7 +13,7 @@ from asynchicache.ranks.messages import (
     FreeSlots,
     PoolPages,
     ReadEntry,
-    SlotCopy,
+    TransferRuns,
     VerifyEntry,
     pack_slots,
 )
@@ -71,7 +71,7 @@ def test_slots_that_the_leader_takes_for_free_are_named() -> None:
 def test_a_copy_uses_its_host_slots_and_the_device_slots_that_it_writes(
     direction: Direction, wrong: list[str]
 ) -> None:
-    copy = CopyEntry(3, direction, [SlotCopy("kv", pack_slots([1]), pack_slots([9]))])
+    copy = CopyEntry(3, direction, [TransferRuns("kv", pack_slots([1]), pack_slots([9]))])
     view = [free("kv", tier, 1, 9) for tier in (Tier.DEVICE, Tier.HOST)]
     found = problems(copy, open_operations=[3], free=view)
     assert [one.partition(",")[0] for one in found] == wrong

@@ -72,7 +72,7 @@ class GroupTransfers:
         self._seconds = seconds
         self._share = share
         self._engine_layers = engine_layers
-        self._joint: dict[_JointCopy, CacheOperation] = {}  # and what is copied here of each
+        self._joint: dict[_JointOperation, CacheOperation] = {}  # and what is copied here of each
 
     def submit(
         self,
@@ -96,13 +96,13 @@ class GroupTransfers:
             submission = Submission(None, operation, done, (), (), on_wait)
             everywhere = record_elsewhere(0, submission, self._engine_layers)
             joint_ticket, done = Ticket(submission, self._engine_layers), partial(_end, everywhere)
-        joint: _JointCopy
+        joint: _JointOperation
 
         def ended(error: BaseException | None) -> None:
             del self._joint[joint]
             done(error)
 
-        joint = _JointCopy(operation, ended)
+        joint = _JointOperation(operation, ended)
         # The log is sent before the copies of this rank start: a thread that runs them would hold it up.
         self._leader.wake()
         ticket = self._here.submit(own, after=after, reads=reads, done=joint.ended, on_wait=on_wait)
@@ -136,8 +136,8 @@ def _end(record: TransferRecord, error: BaseException | None) -> None:
     record.release()
 
 
-class _JointCopy:
-    """One copy, here and on the followers."""
+class _JointOperation:
+    """One operation, here and on the followers."""
 
     def __init__(self, operation: CacheOperation, done: Done) -> None:
         self.operation = operation

@@ -38,8 +38,8 @@ from asynchicache.ranks.messages import (
     OutcomesAnswer,
     PoolPages,
     ReadEntry,
-    SlotCopy,
     TouchEntry,
+    TransferRuns,
     VerifyEntry,
     WriteEntry,
     pack_slots,
@@ -209,7 +209,7 @@ class RankLeader:
         """Copy on every follower; `ended` is called with the first error, or None when all have ended."""
         number = self._pending.begin(self._now(), seconds, partial(self._copy_ended, ended))
         transfers = [
-            SlotCopy(pool, pack_slots(sources), pack_slots(destinations))
+            TransferRuns(pool, pack_slots(sources), pack_slots(destinations))
             for pool, sources, destinations in operation.transfers
         ]
         self._add(CopyEntry(number, operation.direction, transfers))

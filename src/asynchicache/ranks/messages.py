@@ -74,8 +74,8 @@ def unpack_outcomes(packed: bytes) -> list[Outcome]:
     return [OUTCOMES[code] for code in packed]
 
 
-class SlotCopy(msgspec.Struct, frozen=True, array_like=True):
-    """A copy in one pool; slots as runs."""
+class TransferRuns(msgspec.Struct, frozen=True, array_like=True):
+    """A `PoolTransfer`; slots as runs."""
 
     pool: str
     sources: list[int]
@@ -106,7 +106,7 @@ class CopyEntry(msgspec.Struct, frozen=True, tag="copy", array_like=True):
 
     operation: int
     direction: Direction
-    transfers: list[SlotCopy]
+    transfers: list[TransferRuns]
 
 
 class MarkEntry(msgspec.Struct, frozen=True, tag="mark", array_like=True):
