@@ -50,30 +50,28 @@ FiniteSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=LARGEST_FLOAT)]
 T = TypeVar("T")
 G = TypeVar("G")
 
-if TYPE_CHECKING:
 
-    class Given(Generic[T, G]):
-        """The type of an option that reads as `T` and may also be given as `G`, which a file has.
+class Given(Generic[T, G]):
+    """The type of an option that reads as `T` and may also be given as `G`, which a file has.
 
-        Type checkers take an annotation with `__set__` for what `__init__` accepts. Rules and conversion are
-        those of `T`, which is all that is left when the program runs.
-        """
+    Type checkers take an annotation with `__set__` for what `__init__` accepts. Rules and conversion are
+    those of `T`, which is all that is left when the program runs.
+    """
+
+    if TYPE_CHECKING:
 
         def __get__(self, options: object, owner: object = None) -> T: ...
         def __set__(self, options: object, value: T | G) -> None: ...
 
-    def default(value: T) -> Given[T, Any]:
-        """The default of a `Given` option."""
-        ...
+    else:
 
-else:
-
-    class Given:
         def __class_getitem__(cls, kinds: tuple[Any, Any]) -> Any:
             return kinds[0]
 
-    def default(value: T) -> T:
-        return value
+
+def default(value: T) -> Given[T, Any]:
+    """The default of a `Given` option."""
+    return cast("Given[T, Any]", value)
 
 
 _SECRETS = frozenset({"password", "storage_options"})
