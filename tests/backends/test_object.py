@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from obstore.exceptions import GenericError
 
+import forking
 from asynchicache.backends.object import open_backend
 from asynchicache.backends.object.backend import ObjectBackend
 from asynchicache.backends.object.options import ObjectOptions
@@ -170,12 +169,7 @@ asyncio.run(main())
 
 def test_a_process_that_gave_up_on_calls_ends_in_peace(tmp_path: Path) -> None:
     tests = str(Path(__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", ABANDON, "http://127.0.0.1:1", tests, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forking.run(["-c", ABANDON, "http://127.0.0.1:1", tests, tmp_path])
     assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
 
 

@@ -6,12 +6,11 @@ import asyncio
 import gc
 import logging
 import re
-import subprocess
-import sys
 import warnings
 
 import pytest
 
+import forking
 from asynchicache import CacheConfig, ClosedError, ConfigError, HybridCache, UsageError
 from cache.engine import SPEC, config
 
@@ -105,7 +104,7 @@ async def test_the_request_says_where_it_stands() -> None:
 
 
 FORGETFUL = """
-import asyncio, gc
+import asyncio, gc, warnings; warnings.simplefilter("default")
 from asynchicache import CacheConfig, HybridCache
 from asynchicache.testing.specs import synthetic_spec
 
@@ -120,9 +119,7 @@ print("ended")
 
 
 def test_a_program_that_never_closes_its_cache_ends_and_is_told() -> None:
-    run = subprocess.run(
-        [sys.executable, "-W", "default", "-c", FORGETFUL], capture_output=True, text=True, check=True
-    )
+    run = forking.run(["-c", FORGETFUL])
 
     assert run.stdout == "<HybridCache open, s\nended\n"
     assert "<string>:7: this cache was never closed" in run.stderr

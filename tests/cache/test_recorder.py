@@ -6,16 +6,14 @@ import asyncio
 import errno
 import gzip
 import json
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 from io import FileIO
 from pathlib import Path
 
 import pytest
 
+import forking
 from asynchicache import CacheConfig, CacheHint, HybridCache
 from asynchicache.errors import ConfigError
 from asynchicache.replay.options import ReplayOptions
@@ -197,10 +195,8 @@ _KILLED = """
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
 def test_a_killed_process_leaves_whole_lines(tmp_path: Path, name: str) -> None:
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    command = [sys.executable, "-c", textwrap.dedent(_KILLED), str(tmp_path / name)]
-    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=False)
-    assert killed.returncode == -signal.SIGKILL
+    killed = forking.run(["-c", textwrap.dedent(_KILLED), tmp_path / name])
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [request.tokens for request in read_trace(tmp_path / name, 4).requests][:4] == [
         len(prompt) for prompt in PROMPTS
     ]

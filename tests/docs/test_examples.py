@@ -19,14 +19,16 @@ import pytest
 import yaml
 
 import asynchicache
+import forking
 from asynchicache.cli.commands import find_commands
 from asynchicache.cli.parser import build_parser
 from asynchicache.config import CacheConfig
-from docs.forked import Examples, examples_of
+from engines import free_port
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TUTORIAL = DOCS / "examples" / "tutorial.py"
+GROUP = DOCS / "examples" / "transformers_ranks.py"
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
@@ -34,6 +36,18 @@ NEEDS = {"litserve_api.py": "litserve", "transformers_ranks.py": "accelerate"}
 """Packages that examples need beside the library's own; `make test` installs them."""
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+RANKS = """
+import os, runpy, sys
+children = []
+for rank in "01":
+    children.append(os.fork())
+    if not children[-1]:
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
+        runpy.run_path(sys.argv[1], run_name="__main__")
+        sys.exit()
+sys.exit(max(os.waitpid(child, 0)[1] for child in children) != 0)
+"""
 
 _BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
@@ -68,8 +82,7 @@ def run(example: Path, *how: str) -> tuple[int, str, str]:
     done = subprocess.run(
         [sys.executable, *how, example.name],
         cwd=example.parent,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,
@@ -77,14 +90,28 @@ def run(example: Path, *how: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.fixture(scope="session")
-def examples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examples]:
-    with examples_of(DOCS / "examples", tmp_path_factory.mktemp("examples")) as found:
-        yield found
+def environment() -> dict[str, str]:
+    """The variables of an example."""
+    ours = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return ours | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def run_forked(example: Path) -> tuple[int, str, str]:
+    """The same, without the imports; tests by `python -m pytest`."""
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider"] if example.name.startswith("test_") else []
+    done = forking.run([*words, example.name], cwd=example.parent, env=environment())
+    return done.returncode, done.stdout, done.stderr
+
+
+def run_in_group(example: Path) -> tuple[int, str, str]:
+    """On two ranks of one launch, which are told by variables, as torchrun does it; what both say."""
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    done = forking.run(["-c", RANKS, example.name], cwd=example.parent, env=environment() | group)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture(scope="session")
-def output(tmp_path_factory: pytest.TempPathFactory, examples: Examples) -> Output:
+def output(tmp_path_factory: pytest.TempPathFactory) -> Output:
     """What an example prints. Each runs once, whichever of pytest's processes asks first."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -95,8 +122,7 @@ def output(tmp_path_factory: pytest.TempPathFactory, examples: Examples) -> Outp
         with (folder / f"{example.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not kept.exists():
-                by_torch = example.name == "transformers_ranks.py"
-                kept.write_text(json.dumps(run(example, *TORCHRUN) if by_torch else examples.run(example)))
+                kept.write_text(json.dumps((run_in_group if example == GROUP else run_forked)(example)))
         code, out, err = json.loads(kept.read_text("utf-8"))
         assert code == 0, out + err
         return str(out)
@@ -178,6 +204,14 @@ def test_examples_print_the_same_on_uvloop(name: str, output: Output) -> None:
 
     assert code == 0, err
     assert out == output(example)
+
+
+@pytest.mark.soak
+def test_ranks_print_the_same_by_torchrun(output: Output) -> None:
+    code, out, err = run(GROUP, *TORCHRUN)
+
+    assert code == 0, err
+    assert out == output(GROUP)
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import forking
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
 
@@ -22,15 +21,7 @@ def paste(blocks: list[str], folder: Path) -> tuple[str, str]:
     Standard input is read line by line, as from a terminal without bracketed paste: an empty line ends a
     compound statement, and a statement that follows one without an empty line is an error.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "asyncio"],
-        input="".join(block + "\n" for block in blocks),
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forking.run(["-m", "asyncio"], cwd=folder, typed="".join(block + "\n" for block in blocks))
     return _PROMPTS.sub("", done.stdout), done.stderr
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import forking
 
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
@@ -47,12 +47,9 @@ def test_a_skipped_engine_fails_where_engines_are_required(
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = engine(name): an engine\n")
     (tmp_path / "test_sample.py").write_text(SAMPLE)
 
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+    run = forking.run(
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path],
         env=os.environ | {"ASYNCHICACHE_REQUIRE_ENGINES": required},
-        capture_output=True,
-        text=True,
-        check=False,
     )
 
     assert summary in run.stdout

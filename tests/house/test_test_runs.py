@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
+
+import forking
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,8 +74,7 @@ def run(folder: Path, tests: str, *options: str) -> subprocess.CompletedProcess[
     shutil.copy(ROOT / "tests" / "conftest.py", folder)
     (folder / "test_sample.py").write_text(tests)
     ours = ["-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "no:cacheprovider", *options]
-    command = [sys.executable, "-m", "pytest", *ours, folder]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return forking.run(["-m", "pytest", *ours, folder])
 
 
 def test_skips_are_counted_by_reason_and_failures_come_last(tmp_path: Path) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -21,6 +18,7 @@ from asynchicache.testing.specs import synthetic_spec
 from asynchicache.transfer.remote import CopyOrder, RemoteCopies
 from asynchicache.types import Direction, PoolTransfer
 from cache.paged_engine import PAGES, SPEC, PagedEngine, config, paged, spec_of
+from integrations.two_processes import schedule
 
 PROMPT = list(range(22))
 MODELS = pytest.mark.parametrize("pools", [("kv", "dsa"), ("kv", "mamba", "swa")])
@@ -113,8 +111,7 @@ async def test_a_worker_of_another_model_is_refused() -> None:
             await CopyWorker.open(SPEC, EngineMemory({"kv": memory.memory.pools["kv"]}), remote.host)
 
 
-def test_the_two_sides_may_be_two_processes(tmp_path: Path) -> None:
+@pytest.mark.asyncio
+async def test_the_two_sides_may_be_two_processes() -> None:
     """The scheduler starts a worker, sends it orders, kills it, starts another, and finds everything."""
-    script = Path(__file__).with_name("two_processes.py")
-    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout) == (0, "computed 0, killed, restored 20 of 20\n"), result.stderr
+    assert await schedule() == "computed 0, killed, restored 20 of 20"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import forking
 from asynchicache import CacheHint
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.vllm import seam
@@ -140,7 +140,7 @@ def test_importing_the_tier_needs_no_vllm() -> None:
         "sys.exit(any(name.partition('.')[0] == 'vllm' for name in sys.modules))"
     )
 
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert forking.run(["-c", code]).returncode == 0
 
 
 def test_another_vllm_is_refused_and_told_which_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:

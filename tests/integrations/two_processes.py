@@ -18,6 +18,7 @@ from asynchicache.pools.shared import HostHandle
 from asynchicache.testing.paged import PagedMemory
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.transfer.remote import CopyOrder, CopyResult, RemoteCopies
+from ranks.launch import Follower, launch
 
 SPEC = synthetic_spec(4, ("kv", "mamba"))
 PAGES = {"kv": 16, "mamba": 4}
@@ -60,17 +61,13 @@ async def work(handle: HostHandle) -> None:
 
 
 class WorkerProcess:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: Follower) -> None:
         self.process = process
 
     @classmethod
     async def start(cls, handle: HostHandle) -> WorkerProcess:
         text = msgspec.json.encode(handle).decode()
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, text, stdin=pipe, stdout=pipe
-        )
-        return cls(process)
+        return cls(await launch(__file__, text, piped=True))
 
     def send(self, job: Job) -> None:
         assert self.process.stdin is not None
@@ -86,7 +83,7 @@ class WorkerProcess:
         await self.process.wait()
 
 
-async def schedule() -> None:
+async def schedule() -> str:
     remote = RemoteCopies(PAGES)
     config = CacheConfig(host_slots={"kv": 16, "mamba": 4}, close_seconds=2)
     async with HybridCache.open(SPEC, config, engine=remote) as cache:
@@ -111,12 +108,9 @@ async def schedule() -> None:
             remote.finish(answer.results)
         assert cache.verify(idle=True) == []
         assert answer.wrong == 0
-        print(f"computed {computed}, killed, restored {hit.tokens} of 20")
         await worker.kill()
+    return f"computed {computed}, killed, restored {hit.tokens} of 20"
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        asyncio.run(work(msgspec.json.decode(sys.argv[1], type=HostHandle)))
-    else:
-        asyncio.run(schedule())
+    asyncio.run(work(msgspec.json.decode(sys.argv[1], type=HostHandle)))

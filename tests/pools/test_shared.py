@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
 
+import forking
 from asynchicache.errors import CapacityError, ConfigError
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.host import HostPool, SteppedMemory
@@ -46,21 +46,22 @@ def test_another_process_reads_and_writes_the_same_bytes() -> None:
     slab = SharedSlab(1 << 16)
     slab.memory[:5] = b"hello"
     handle = msgspec.json.encode(slab.handle).decode()
-    subprocess.run([sys.executable, "-c", _WRITER, handle], check=True)
+    assert forking.run(["-c", _WRITER, handle]).returncode == 0
     assert bytes(slab.memory[:10]) == b"helloworld"
     slab.close()
 
 
 def test_a_killed_owner_leaves_nothing_and_its_bytes_stay_mapped() -> None:
     before = shared_files()
-    owner = subprocess.Popen([sys.executable, "-c", _OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert owner.stdout is not None
-    assert owner.stdin is not None
-    with owner.stdout, owner.stdin:
-        handle = msgspec.json.decode(owner.stdout.readline(), type=SlabHandle)
+    ours, theirs = socket.socketpair()
+    told = forking.start(["-c", _OWNER], (theirs.fileno(), theirs.fileno(), 2))
+    theirs.close()
+    with ours, told, ours.makefile() as printed, told.makefile() as heard:
+        owner = int(heard.readline())
+        handle = msgspec.json.decode(printed.readline(), type=SlabHandle)
         slab = attach(handle)
-        owner.send_signal(signal.SIGKILL)
-        owner.wait()
+        os.kill(owner, signal.SIGKILL)
+        assert int(heard.readline()) == -signal.SIGKILL
     assert bytes(slab.memory[:5]) == b"owner"
     assert shared_files() == before
     with pytest.raises(ConfigError, match=f"process {handle.pid} cannot be opened .* same pid namespace"):

@@ -1,0 +1,154 @@
+"""Python programs as processes that are forked from one which has imported torch, transformers and the cache.
+
+`run` is `subprocess.run` with this Python, at the cost of a fork. What must see a fresh process, as a test of
+what is imported, starts one.
+
+The process that forks is `python forking.py`, one for each process of pytest; its standard input is a socket.
+Each message is a program, with descriptors: of a socket that is told the number of the process and its exit
+code, and of its standard input, output and error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryFile
+
+TESTS = Path(__file__).parent
+PRELOADED = (
+    "pytest",
+    "hypothesis",
+    "torch.distributed",
+    "transformers.generation.utils",
+    "asynchicache.integrations.transformers.follower",
+    "integrations.zoo",
+)
+MESSAGE_BYTES = 1 << 17
+_REWRITTEN = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # a plugin of pytest is imported already
+
+
+def run(
+    words: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    typed: str = "",
+) -> subprocess.CompletedProcess[str]:
+    """Run `python WORDS`, a script, `-m` or `-c`, to its end; killed if the test ends before it. `typed`: its
+    standard input."""
+    with TemporaryFile("w+") as given, TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        given.write(typed)
+        given.seek(0)
+        with start(words, (given.fileno(), out.fileno(), err.fileno()), cwd, env) as told:
+            lines = told.makefile()
+            process = int(lines.readline())
+            try:
+                code = int(lines.readline())
+            except BaseException:
+                os.kill(process, signal.SIGKILL)
+                raise
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(words, code, out.read(), err.read())
+
+
+def start(
+    words: Sequence[str | Path],
+    streams: Sequence[int],
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> socket.socket:
+    """Start a program; a socket that is told a line with the number of its process, and one when it has
+    ended."""
+    told, status = socket.socketpair()
+    folder, variables = str(cwd or Path.cwd()), dict(os.environ if env is None else env)
+    message = json.dumps([[str(word) for word in words], folder, variables]).encode()
+    assert len(message) < MESSAGE_BYTES
+    with status:
+        socket.send_fds(_server(), [message], [status.fileno(), *streams])
+    return told
+
+
+@functools.cache
+def _server() -> socket.socket:
+    """The way to the process that forks, of this process of pytest, with which it ends."""
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
+    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    with theirs:
+        process = subprocess.Popen([sys.executable, __file__], stdin=theirs.fileno(), env=env)
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def main() -> None:
+    for module in PRELOADED:
+        import_module(module)
+    gc.freeze()  # a child collects only what is its own
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who watches a program ends unheard
+    asked = socket.socket(fileno=os.dup(0))
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(asked, MESSAGE_BYTES, 4)
+        if not message:
+            return
+        if os.fork() == 0:
+            asked.close()
+            watch(*json.loads(message), *descriptors)
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def watch(words: list[str], cwd: str, env: dict[str, str], status: int, *streams: int) -> None:
+    """Fork the program's process, and tell how it ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    child = os.fork()
+    if child == 0:
+        os.close(status)
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(env)
+        become(words, streams)
+        return
+    for descriptor in (0, *streams):
+        os.close(descriptor)
+    os.write(status, b"%d\n" % child)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.write(status, b"%d\n" % code)
+
+
+def become(words: list[str], streams: Sequence[int]) -> None:
+    for standard, stream in enumerate(streams):
+        os.dup2(stream, standard)
+        os.close(stream)
+    match words:
+        case "-c", code, *_:
+            sys.argv, sys.path[0] = ["-c", *words[2:]], ""
+            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        case "-m", module, *_:
+            again = _REWRITTEN if module == "pytest" else ()
+            sys.argv, sys.path[0] = [module, *again, *words[2:]], str(Path.cwd())
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case script, *_:
+            sys.argv, sys.path[0] = words, str(Path(script).absolute().parent)
+            runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
