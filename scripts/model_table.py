@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -59,9 +59,14 @@ class Row(NamedTuple):
         return "" if self.sizes or CURE.search(self.why) else f"no cure: {self.why}"
 
 
-def published() -> Iterator[tuple[str, PreTrainedConfig | ConfigError]]:
-    """The published configurations, as a checkpoint's folder gives them; or why it does not."""
+def published(
+    named: Container[str] | None = None,
+) -> Iterator[tuple[str, PreTrainedConfig | ConfigError]]:
+    """The published configurations (`named`: only those), as a checkpoint's folder gives them; or why it does
+    not."""
     for entry in json.loads(CONFIGURATIONS.read_text("utf-8")):
+        if named is not None and ", ".join(entry["models"]) not in named:
+            continue
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "config.json").write_text(json.dumps(entry["config"]))

@@ -101,6 +101,7 @@ async def test_a_forward_that_fails_ends_its_rows_and_no_others(model, opened, m
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("model", ["hybrid"], indirect=True)
 async def test_a_client_may_leave_at_every_await_and_after_any_token(model, opened):
     async with opened as cache, Engine(model, cache) as engine:
         right = alone(model, PROMPTS[2], 20)

@@ -25,7 +25,7 @@ CALL_SECONDS = 5e-3
 BOUND = 200 * CALL_SECONDS
 """Virtual seconds in which a wait must have ended; the traffic goes on for longer than a test waits."""
 
-SEEDS = pytest.mark.parametrize("seed", first(2, range(5)))
+SEEDS = pytest.mark.parametrize("seed", first(1, range(5)))
 
 
 @asynccontextmanager

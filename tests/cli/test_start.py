@@ -20,6 +20,7 @@ import asynchicache
 from asynchicache.cli.commands import Command, find_commands
 from asynchicache.options import CommandOptions
 from asynchicache_lab.cli.benches import Bench
+from soaking import first
 
 COMMANDS = find_commands()
 HEAVY = {"numpy", "torch", "transformers"}
@@ -183,7 +184,7 @@ INTERRUPTED = [
 
 
 @pytest.mark.parametrize("arguments", INTERRUPTED)
-@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.15, 0.4, 1.0, 2.5])
+@pytest.mark.parametrize("seconds", first(3, [0.0, 0.15, 1.0, 0.05, 0.4, 2.5]))
 def test_an_interrupt_is_quiet_at_any_moment(arguments: list[str], seconds: float, tmp_path: Path) -> None:
     """From the first line of the command line on: until then Python itself starts."""
     process = subprocess.Popen(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -100,13 +98,21 @@ def test_arrows_stay_inside_the_package(house: ModuleType) -> None:
     assert house.arrows_in("tree", house.imports_of(modules)) == (2, 1)
 
 
-def test_four_pages_are_followed_to_a_file_and_back() -> None:
-    run = subprocess.run(
-        [sys.executable, SCRIPT, "--json", "--details"], capture_output=True, text=True, check=False
-    )
+def test_a_checkout_is_counted(house: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, source in {"__init__": "", "a": "import asynchicache.b\nx = 1\n", "b": "# nothing\n"}.items():
+        path = tmp_path / "src" / "asynchicache" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
 
-    assert run.returncode == 0, run.stderr
-    figures = json.loads(run.stdout)
+    house.main(["--root", str(tmp_path), "--no-trace", "--json"])
+
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["files"], figures["lines"], figures["lines of code"]) == (3, 3, 2)
+
+
+def test_four_pages_are_followed_to_a_file_and_back(house: ModuleType) -> None:
+    figures = house.trace(ROOT, details=True)
+
     assert any(name.startswith("backends/file/") for name in figures["functions"])
     assert any(name.startswith("controller/") for name in figures["frames"])
     assert any(name.startswith("asynchicache.transfer.") for name in figures["types"])

@@ -208,7 +208,7 @@ def row_of(number: int, length: int) -> Row:
 @pytest.mark.asyncio
 async def test_many_conversations_at_once_say_what_each_says_alone() -> None:
     """Two turns each, of unequal lengths; the second resumes at the last page of the first's answer."""
-    lengths = (20, 37, 37, 50)
+    lengths = (37, 50, 37)
 
     async def talk(served: object, number: int) -> tuple[list[int], int]:
         tokens = random_tokens(lengths[number], seed=number)
@@ -221,8 +221,8 @@ async def test_many_conversations_at_once_say_what_each_says_alone() -> None:
         return tokens
 
     async with serving(NAME) as served:
-        together = await asyncio.gather(*(talk(served, number) for number in range(4)))
-    for number in range(4):
+        together = await asyncio.gather(*(talk(served, number) for number in range(3)))
+    for number in range(3):
         async with serving(NAME) as served:
             assert await talk(served, number) == together[number]
 

@@ -9,7 +9,7 @@ from asynchicache.testing.seeded import run_seeded
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from testing.hostile import hostile
 
-SEEDS = range(16)
+SEEDS = range(8)
 STEPS = 300_000
 
 
