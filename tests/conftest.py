@@ -26,6 +26,11 @@ sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
 # results differ by their number. Not by a variable: tests see to it that new threads are told.
 torch.set_num_threads(1)
 
+# pytest puts its handlers on each logger that does not propagate, six times a test; torch has fifty.
+for name, one in logging.root.manager.loggerDict.items():
+    if name.startswith("torch") and isinstance(one, logging.Logger):
+        one.propagate = True
+
 # "ci" tries the same examples every time; "soak" (`make soak`) looks for new ones. Neither measures time.
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(
@@ -140,5 +145,6 @@ def _log_as_imported() -> None:
     fixture of a whole module may have, so that a look at the end of a test is not enough."""
     for name in [one for one in logging.root.manager.loggerDict if one.partition(".")[0] == "asynchicache"]:
         logger = logging.getLogger(name)
-        logger.setLevel(logging.NOTSET)
+        if logger.level != logging.NOTSET:  # it looks at all loggers, of which there are hundreds
+            logger.setLevel(logging.NOTSET)
         logger.disabled, logger.propagate = False, True
