@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import logging
 import os
@@ -45,6 +46,17 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 AGAIN_SECONDS = 30.0
 REASONS_SHOWN = 6
 ENGINES_REQUIRED = os.environ.get("ASYNCHICACHE_REQUIRE_ENGINES") == "1"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave all that is imported and collected, half a million objects, out of each look for garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
