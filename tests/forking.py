@@ -146,8 +146,9 @@ def become(words: list[str], streams: Sequence[int]) -> None:
             sys.argv, sys.path[0] = [module, *again, *words[2:]], str(Path.cwd())
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         case script, *_:
-            sys.argv, sys.path[0] = words, str(Path(script).absolute().parent)
-            runpy.run_path(script, run_name="__main__")
+            path = Path(script).absolute()
+            sys.argv, sys.path[0] = words, str(path.parent)
+            runpy.run_path(str(path), run_name="__main__")
 
 
 if __name__ == "__main__":
