@@ -13,6 +13,7 @@ from asynchicache import (
     CacheConfig,
     CapacityError,
     Coverage,
+    EngineCache,
     EngineMemory,
     EnginePages,
     HybridCache,
@@ -74,7 +75,7 @@ class Engine:
         mamba = EnginePages.of_tensors(MAMBA, PAGE, {"sum": [self.sums]})
         self.memory = EngineMemory({"kv": kv, "mamba": mamba})
 
-    async def serve(self, cache: HybridCache, tokens: Sequence[int]) -> str:
+    async def serve(self, cache: EngineCache, tokens: Sequence[int]) -> str:
         (state,) = self.states.take(1)
         async with cache.request(tokens) as request:
             hit = await request.prefetch()  # reads from storage first: what it promises is in host memory

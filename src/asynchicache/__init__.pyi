@@ -1,9 +1,11 @@
 # The public names. Type checkers read this file, and `__init__.py` finds in it where each name is.
 
 from asynchicache.cache import CacheStatistics as CacheStatistics
+from asynchicache.cache import EngineCache as EngineCache
 from asynchicache.cache import HybridCache as HybridCache
 from asynchicache.config import CacheConfig as CacheConfig
 from asynchicache.config import PrefetchOptions as PrefetchOptions
+from asynchicache.controller.request import EngineRequest as EngineRequest
 from asynchicache.controller.request import Hit as Hit
 from asynchicache.controller.request import Request as Request
 from asynchicache.errors import AuditError as AuditError

@@ -1,4 +1,4 @@
-"""HybridCache: the front door. `parts` opens what stands behind it."""
+"""HybridCache and EngineCache: the front doors. `parts` opens what stands behind them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Generic, Protocol, Self, TypeVar, overload
 
 import msgspec
 import torch
@@ -20,7 +20,7 @@ from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.controller.event_hub import EventSubscription
 from asynchicache.controller.inspection import Inspection
 from asynchicache.controller.recorder import TraceRecorder
-from asynchicache.controller.request import Hit, Request
+from asynchicache.controller.request import BaseRequest, EngineRequest, Hit, Request
 from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
 from asynchicache.controller.tasks import shielded
 from asynchicache.errors import (
@@ -58,7 +58,12 @@ _MAX_NAMED = 5
 """Open requests that closing lists."""
 
 
-class RequestTracer(Tracer, Protocol):
+RequestKind = TypeVar("RequestKind", bound=BaseRequest)
+MadeRequest = TypeVar("MadeRequest", bound=BaseRequest, covariant=True)
+OpenedKind = TypeVar("OpenedKind", bound="HybridCache | EngineCache")
+
+
+class RequestTracer(Tracer, Protocol[MadeRequest]):
     """A tracer that also makes the requests, so that it can put their calls under a span."""
 
     def request(
@@ -68,102 +73,41 @@ class RequestTracer(Tracer, Protocol):
         seed: bytes,
         traceparent: str | None,
         prompt: int | None = None,
-    ) -> Request:
+    ) -> MadeRequest:
         """Make a request whose spans are children of `traceparent` (W3C)."""
         ...
 
 
-class HybridCache:
-    """Caches the pages and states of a hybrid model in device memory, host memory and storage.
+class BaseCache(Generic[RequestKind]):
+    """What `HybridCache` and `EngineCache` have in common: all but who owns the device memory.
 
-    Made by `open`; confined to the loop that opened it: from another one, `request` and every coroutine raise
-    `UsageError`.
+    Confined to the loop that opened it: from another one, `request` and every coroutine raise `UsageError`.
     """
 
+    _kind: type[RequestKind]
+
     def __init__(
-        self, spec: ModelSpec, config: CacheConfig, parts: CacheParts, stack: AsyncExitStack, opened_at: str
+        self,
+        spec: ModelSpec,
+        config: CacheConfig,
+        parts: CacheParts,
+        stack: AsyncExitStack,
+        given: StorageBackend | None,
+        group: OtherRanks | None,
+        opened_at: str,
     ) -> None:
         self.spec = spec
         self.config = config
         self._parts = parts
-        self._tracer: RequestTracer | None = None
+        self._tracer: RequestTracer[RequestKind] | None = None
         self._stack = stack
         self._closing = asyncio.Lock()
         self._updating = asyncio.Lock()
         self._closed = False
         self._opened_at = opened_at
         self._attached = config
-        self._given: StorageBackend | None = None
-        self._group: OtherRanks | None = None
-
-    @classmethod
-    def open(
-        cls,
-        spec: ModelSpec,
-        config: CacheConfig | None = None,
-        *,
-        storage: StorageBackend | None = None,
-        port: Port | None = None,
-        device: Device | None = None,
-        engine: EngineMemory | RemoteCopies | None = None,
-        group: OtherRanks | None = None,
-    ) -> Opening[Self]:
-        """Open a cache: `async with` closes it at the end; after `await`, call `aclose`.
-
-        Args:
-            spec: the model's pools.
-            config: options; the defaults if None.
-            storage: an open backend to use instead of the configured one; the caller closes it.
-            port: clock and threads; the real ones if None.
-            device: an open device to use instead of the configured one; the caller closes it.
-            engine: device memory that an engine owns, or, if the copies run elsewhere, what hands them out.
-                The cache then has no device tier: requests name the engine's pages. Default: the cache
-                allocates device memory.
-            group: the other ranks of a sharded model, which this cache leads. Default: there are none.
-
-        Raises:
-            ConfigError: options contradict each other or the model.
-            CapacityError: the pools need more memory than is available.
-            StorageError: the storage location cannot be used.
-        """
-        begin = partial(cls._open, spec, config, storage, port, device, engine, group, opened_at=caller())
-        return Opening(f"{cls.__name__}.open(...)", begin, caller())
-
-    @classmethod
-    async def _open(
-        cls,
-        spec: ModelSpec,
-        config: CacheConfig | None,
-        storage: StorageBackend | None,
-        port: Port | None,
-        device: Device | None,
-        engine: EngineMemory | RemoteCopies | None,
-        group: OtherRanks | None,
-        *,
-        opened_at: str,
-    ) -> Self:
-        config = CacheConfig() if config is None else config
-        if not isinstance(spec, ModelSpec) or not isinstance(config, CacheConfig):
-            given = f"{type(spec).__name__} and {type(config).__name__}"
-            raise ConfigError(f"a cache is opened with a ModelSpec and a CacheConfig, not {given}")
-        for name, part, verb, wanted in (
-            ("port", port, "run_blocking", "a Port"),
-            ("device", device, "stream", "an open device; CacheConfig(device=...) takes its name"),
-            ("engine", engine, "pages", "EngineMemory(...)"),
-            ("group", group, "agree", "a RankGroup"),
-        ):
-            if part is not None and not hasattr(part, verb):
-                raise ConfigError(f"{name}={part!r:.200} must be {wanted}")
-        stack = AsyncExitStack()
-        try:
-            parts = await open_parts(stack, spec, config, storage, port, device, engine, group)
-        except BaseException:
-            # A cancelled caller leaves no lock, thread or task behind.
-            await shielded(stack.aclose())
-            raise
-        cache = cls(spec, config, parts, stack, opened_at)
-        cache._given, cache._group = storage, group
-        return cache
+        self._given = given
+        self._group = group
 
     async def aclose(self) -> None:
         """Write to storage what only memory has (`sync`), for `close_seconds` at most, and close everything;
@@ -236,7 +180,7 @@ class HybridCache:
         stream: Stream | None = None,
         traceparent: str | None = None,
         hint: CacheHint = NO_HINT,
-    ) -> Request:
+    ) -> RequestKind:
         """Make a request for one prompt, an async context manager.
 
         Args:
@@ -267,7 +211,7 @@ class HybridCache:
         stream: Stream | None = None,
         traceparent: str | None = None,
         hint: CacheHint = NO_HINT,
-    ) -> Request:
+    ) -> RequestKind:
         """Make a request for a prompt whose whole pages have keys, such as an engine's block hashes.
 
         Args:
@@ -308,18 +252,18 @@ class HybridCache:
         traceparent: str | None,
         made_at: str,
         hint: CacheHint,
-    ) -> Request:
+    ) -> RequestKind:
         check_kind("hint", hint, CacheHint, "pass CacheHint(...)")
         if traceparent is not None:
             check_kind("traceparent", traceparent, str, "the W3C header of the parent span")
         if self._tracer is None:
-            request = Request(self._parts, words, seed, prompt)
+            request = self._kind(self._parts, words, seed, prompt)
         else:
             request = self._tracer.request(self._parts, words, seed, traceparent, prompt)
         request.made_at, request.hint = made_at, hint
         return request if stream is None else request.run_on(stream)
 
-    def trace(self, tracer: RequestTracer | None) -> None:
+    def trace(self, tracer: RequestTracer[RequestKind] | None) -> None:
         """Report timed work to a tracer (`integrations.otel`) from now on; None: no tracing, no cost."""
         self._tracer = tracer
         self._parts.trace(tracer)
@@ -350,26 +294,6 @@ class HybridCache:
         self._parts.recorder = recorder
         self._stack.push_async_callback(recorder.aclose)
         return recorder
-
-    def device_tensor(self, pool: str, tensor: str) -> torch.Tensor:
-        """The device memory of one tensor of a pool.
-
-        Returns:
-            `[layers, slots, page_size, *shape]` for pages, `[layers, slots, *shape]` for states; layers
-            in the order of the spec's `TensorSpec.layers`.
-
-        Raises:
-            KeyError: no such pool or tensor.
-            UsageError: an engine owns the device memory.
-        """
-        try:
-            memory = self._parts.memories[pool].device if self._parts.memories else None
-            if isinstance(memory, DevicePool):
-                return memory.tensor(tensor)
-            raise UsageError("device_tensor(): an engine owns the device memory here")
-        except KeyError:
-            names = {one.name: [part.name for part in one.tensors] for one in self.spec.pools}
-            raise UnknownPoolError(f"tensor {tensor!r} of pool {pool!r} is none of {names}") from None
 
     @property
     def device(self) -> Device:
@@ -601,9 +525,139 @@ class HybridCache:
         executor, state = self._parts.executor, self._parts.planner.state
         word = "closed" if executor.stopped else "closing" if executor.closing else "open"
         failed = "" if executor.failure is None else f", device failed: {executor.failure}"
-        return (
-            f"<HybridCache {word}, {self.spec.model}, {len(state.requests)} requests, {state.free}{failed}>"
-        )
+        kind, held = type(self).__name__, f"{len(state.requests)} requests, {state.free}"
+        return f"<{kind} {word}, {self.spec.model}, {held}{failed}>"
 
 
-__all__ = ["CacheStatistics", "Hit", "HybridCache", "Occupancy", "Request"]
+class HybridCache(BaseCache[Request]):
+    """Caches the pages and states of a hybrid model in device memory, host memory and storage.
+
+    Made by `open`; confined to the loop that opened it: from another one, `request` and every coroutine raise
+    `UsageError`.
+    """
+
+    _kind = Request
+
+    @overload
+    @classmethod
+    def open(
+        cls,
+        spec: ModelSpec,
+        config: CacheConfig | None = None,
+        *,
+        storage: StorageBackend | None = None,
+        port: Port | None = None,
+        device: Device | None = None,
+        engine: None = None,
+        group: OtherRanks | None = None,
+    ) -> Opening[Self]: ...
+
+    @overload
+    @classmethod
+    def open(
+        cls,
+        spec: ModelSpec,
+        config: CacheConfig | None = None,
+        *,
+        storage: StorageBackend | None = None,
+        port: Port | None = None,
+        device: Device | None = None,
+        engine: EngineMemory | RemoteCopies,
+        group: OtherRanks | None = None,
+    ) -> Opening[EngineCache]: ...
+
+    @classmethod
+    def open(
+        cls,
+        spec: ModelSpec,
+        config: CacheConfig | None = None,
+        *,
+        storage: StorageBackend | None = None,
+        port: Port | None = None,
+        device: Device | None = None,
+        engine: EngineMemory | RemoteCopies | None = None,
+        group: OtherRanks | None = None,
+    ) -> Opening[Any]:
+        """Open a cache: `async with` closes it at the end; after `await`, call `aclose`.
+
+        Args:
+            spec: the model's pools.
+            config: options; the defaults if None.
+            storage: an open backend to use instead of the configured one; the caller closes it.
+            port: clock and threads; the real ones if None.
+            device: an open device to use instead of the configured one; the caller closes it.
+            engine: device memory that an engine owns, or, if the copies run elsewhere, what hands them out.
+                What is opened is then an `EngineCache`. Default: the cache allocates device memory.
+            group: the other ranks of a sharded model, which this cache leads. Default: there are none.
+
+        Raises:
+            ConfigError: options contradict each other or the model.
+            CapacityError: the pools need more memory than is available.
+            StorageError: the storage location cannot be used.
+        """
+        kind: type[HybridCache | EngineCache] = cls if engine is None else EngineCache
+        begin = partial(_open, kind, spec, config, storage, port, device, engine, group, caller())
+        return Opening(f"{cls.__name__}.open(...)", begin, caller())
+
+    def device_tensor(self, pool: str, tensor: str) -> torch.Tensor:
+        """The device memory of one tensor of a pool.
+
+        Returns:
+            `[layers, slots, page_size, *shape]` for pages, `[layers, slots, *shape]` for states; layers
+            in the order of the spec's `TensorSpec.layers`.
+
+        Raises:
+            KeyError: no such pool or tensor.
+        """
+        try:
+            memory = self._parts.memories[pool].device
+            assert isinstance(memory, DevicePool), "only an EngineCache has other memory"
+            return memory.tensor(tensor)
+        except KeyError:
+            names = {one.name: [part.name for part in one.tensors] for one in self.spec.pools}
+            raise UnknownPoolError(f"tensor {tensor!r} of pool {pool!r} is none of {names}") from None
+
+
+class EngineCache(BaseCache[EngineRequest]):
+    """Caches in host memory and storage what an engine computes in device memory of its own.
+
+    Made by `HybridCache.open(engine=...)`. It has no device tier: requests name the engine's pages.
+    """
+
+    _kind = EngineRequest
+
+
+async def _open(
+    kind: type[OpenedKind],
+    spec: ModelSpec,
+    config: CacheConfig | None,
+    storage: StorageBackend | None,
+    port: Port | None,
+    device: Device | None,
+    engine: EngineMemory | RemoteCopies | None,
+    group: OtherRanks | None,
+    opened_at: str,
+) -> OpenedKind:
+    config = CacheConfig() if config is None else config
+    if not isinstance(spec, ModelSpec) or not isinstance(config, CacheConfig):
+        given = f"{type(spec).__name__} and {type(config).__name__}"
+        raise ConfigError(f"a cache is opened with a ModelSpec and a CacheConfig, not {given}")
+    for name, part, verb, wanted in (
+        ("port", port, "run_blocking", "a Port"),
+        ("device", device, "stream", "an open device; CacheConfig(device=...) takes its name"),
+        ("engine", engine, "pages", "EngineMemory(...)"),
+        ("group", group, "agree", "a RankGroup"),
+    ):
+        if part is not None and not hasattr(part, verb):
+            raise ConfigError(f"{name}={part!r:.200} must be {wanted}")
+    stack = AsyncExitStack()
+    try:
+        parts = await open_parts(stack, spec, config, storage, port, device, engine, group)
+    except BaseException:
+        # A cancelled caller leaves no lock, thread or task behind.
+        await shielded(stack.aclose())
+        raise
+    return kind(spec, config, parts, stack, storage, group, opened_at)
+
+
+__all__ = ["CacheStatistics", "EngineCache", "EngineRequest", "Hit", "HybridCache", "Occupancy", "Request"]

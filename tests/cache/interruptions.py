@@ -26,7 +26,9 @@ from asynchicache import (
     Request,
 )
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.cache import BaseCache
 from asynchicache.controller.event_hub import EventSubscription
+from asynchicache.controller.request import BaseRequest
 from asynchicache.openings import Opening
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
@@ -343,27 +345,27 @@ async def _closed_by_hand(stage: Stage) -> None:
 Scenario = Callable[[Stage, At], Awaitable[None]]
 
 SCENARIOS: dict[str, list[Scenario]] = {
-    "HybridCache.aclose": [close_what_was_awaited],
+    "BaseCache.aclose": [close_what_was_awaited],
     "Opening.__aenter__": [open_and_close],
     "Opening.__aexit__": [open_and_close],
     "Opening.__await__": [close_what_was_awaited],
-    "HybridCache.drain": [drain],
-    "HybridCache.flush": [flush],
-    "HybridCache.sync": [sync],
-    "HybridCache.verify_ranks": [verify_ranks],
-    "HybridCache.attach_storage": [attach],
-    "HybridCache.detach_storage": [detach_what_is_read_from],
-    "HybridCache.clear_storage": [clear_what_is_written_to],
-    "HybridCache.update_weights": [update_weights],
-    "HybridCache.snapshot": [snapshot],
+    "BaseCache.drain": [drain],
+    "BaseCache.flush": [flush],
+    "BaseCache.sync": [sync],
+    "BaseCache.verify_ranks": [verify_ranks],
+    "BaseCache.attach_storage": [attach],
+    "BaseCache.detach_storage": [detach_what_is_read_from],
+    "BaseCache.clear_storage": [clear_what_is_written_to],
+    "BaseCache.update_weights": [update_weights],
+    "BaseCache.snapshot": [snapshot],
     "EventSubscription.wait": [wait_for_events],
     "EventSubscription.__anext__": [next_event],
-    "Request.__aenter__": [enter],
-    "Request.__aexit__": [leave],
-    "Request.prefetch": [prefetch, prefetch_what_another_reads],
+    "BaseRequest.__aenter__": [enter],
+    "BaseRequest.__aexit__": [leave],
+    "BaseRequest.prefetch": [prefetch, prefetch_what_another_reads],
     "Request.admit": [admit],
     "Request.reserve": [reserve],
-    "Request.durable": [durable],
+    "BaseRequest.durable": [durable],
     "Ticket.submitted": [a_load_submitted],
     "Ticket.layer": [a_layer_of_a_load],
     "Ticket.__await__": [a_load, a_load_that_others_wait_for, a_checkpoint, a_snapshot],
@@ -373,7 +375,8 @@ SCENARIOS: dict[str, list[Scenario]] = {
 def public_coroutines() -> set[str]:
     """What users of the package may await, or enter and leave."""
     public = [getattr(asynchicache, name) for name in asynchicache.__all__]
-    classes = {kind for kind in public if inspect.isclass(kind)} | {Opening, Ticket, EventSubscription}
+    classes = {kind for kind in public if inspect.isclass(kind)}
+    classes |= {BaseCache, BaseRequest, Opening, Ticket, EventSubscription}
     classes -= {RankGroup, RankWorker}  # of several processes; tests/ranks ends them in other ways
     return {
         f"{kind.__name__}.{name}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from asynchicache import CacheConfig, Hit, HybridCache, PrefetchOptions, PrefetchPolicy, Request
+from asynchicache import CacheConfig, EngineCache, EngineRequest, Hit, PrefetchOptions, PrefetchPolicy
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.specs import ModelSpec
 from asynchicache.testing.paged import PagedMemory
@@ -39,7 +39,7 @@ def paged(spec: ModelSpec = SPEC) -> PagedMemory:
 class PagedEngine:
     """Serves prompts on one cache, computes what is not restored, and frees its pages afterwards."""
 
-    def __init__(self, cache: HybridCache, memory: PagedMemory) -> None:
+    def __init__(self, cache: EngineCache, memory: PagedMemory) -> None:
         self.cache = cache
         self.memory = memory
         self.spec = cache.spec
@@ -78,7 +78,7 @@ class PagedEngine:
 
     async def _compute(
         self,
-        request: Request,
+        request: EngineRequest,
         tables: Mapping[str, list[int]],
         digests: Sequence[bytes],
         tokens: int,

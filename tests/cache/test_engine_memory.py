@@ -7,7 +7,16 @@ from array import array
 import pytest
 import torch
 
-from asynchicache import CacheConfig, HybridCache, MissReason, Tier, WritePolicy
+from asynchicache import (
+    CacheConfig,
+    EngineCache,
+    EngineRequest,
+    HybridCache,
+    MissReason,
+    Request,
+    Tier,
+    WritePolicy,
+)
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.errors import ConfigError, InvalidTokensError, RequestStateError, UsageError
 from asynchicache.hashing import namespace_seed, page_digests
@@ -242,34 +251,32 @@ async def test_a_window_gives_only_its_last_pages() -> None:
             await request.load(into={"swa": [None, None, 1, 2]})
 
 
+OF_SLOTS = {name for name in vars(Request) if not name.startswith("_")} - {"load", "checkpoint"}
+
+
 @pytest.mark.asyncio
-async def test_calls_that_give_out_slots_are_refused() -> None:
+async def test_a_request_has_slots_or_pages_of_an_engine() -> None:
+    assert {"extend", "reserve", "pages", "state", "admit", "suspend", "snapshot"} < OF_SLOTS
     memory = paged()
-    async with (
-        HybridCache.open(SPEC, config(), engine=memory.memory) as cache,
-        cache.request(PROMPT) as request,
-    ):
-        for call in (
-            lambda: request.extend(1),
-            lambda: request.advance(1),
-            lambda: request.snapshot(1),
-            lambda: request.pages("kv"),
-            lambda: request.first_page("kv"),
-            lambda: request.state("mamba"),
-            lambda: request.reserved,
-            lambda: cache.device_tensor("kv", "keys"),
-        ):
-            with pytest.raises(UsageError, match="an engine owns the device memory"):
-                call()
-        for waiting in (request.admit, lambda: request.reserve(1)):
-            with pytest.raises(UsageError, match="an engine owns the device memory"):
-                await waiting()
+    async with HybridCache.open(SPEC, config(), engine=memory.memory) as cache:
+        assert type(cache) is EngineCache
+        assert not hasattr(cache, "device_tensor")
+        async with cache.request(PROMPT) as request:
+            assert type(request) is EngineRequest
+            for name in OF_SLOTS:
+                with pytest.raises(AttributeError, match=f"no attribute '{name}': an engine owns the device"):
+                    getattr(request, name)
+            with pytest.raises(AttributeError, match=r"no attribute 'extent'$"):
+                request.extent  # noqa: B018
+            for call in (request.load, lambda: request.checkpoint(4)):
+                with pytest.raises(TypeError, match="required keyword-only argument"):
+                    call()
     async with HybridCache.open(SPEC, CacheConfig(device_slots={"kv": 8, "mamba": 4})) as own:
         async with own.request(PROMPT) as request:
-            with pytest.raises(UsageError, match="whose device memory an engine owns"):
+            with pytest.raises(TypeError, match="into"):
                 request.load(into={})
             request.load()
-            with pytest.raises(UsageError, match="whose device memory an engine owns"):
+            with pytest.raises(TypeError, match="pages"):
                 request.checkpoint(4, pages={})
 
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from asynchicache import EngineMemory, HybridCache, Tier
+from asynchicache import EngineCache, EngineMemory, HybridCache, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.copy_worker import CopyWorker
@@ -27,7 +27,7 @@ MODELS = pytest.mark.parametrize("pools", [("kv", "dsa"), ("kv", "mamba", "swa")
 @asynccontextmanager
 async def pumped(
     spec: ModelSpec, memory: PagedMemory, store: MemoryStore, **options: object
-) -> AsyncIterator[HybridCache]:
+) -> AsyncIterator[EngineCache]:
     """A cache whose orders a worker on the same loop carries out."""
     remote = RemoteCopies({pool.name: PAGES[pool.name] for pool in spec.owners})
     async with (

@@ -20,6 +20,7 @@ from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.integrations.otel import instrument
 from asynchicache.testing.devices import break_device
 from asynchicache.testing.seeded import SeededWorld, run_seeded
+from cache import paged_engine
 from cache.engine import SPEC, Engine, config
 
 PROMPT = range(100, 121)
@@ -91,6 +92,21 @@ async def test_a_request_is_a_tree_beneath_its_traceparent(spans: Spans):
     assert attributes(stored)["stored"] is True
     assert attributes(stored)["slots.kv"] == 5
     assert attributes(first["checkpoint"][0])["tokens"] == 20
+
+
+@pytest.mark.asyncio
+async def test_requests_of_an_engines_pages_are_traced_too(spans: Spans):
+    memory = paged_engine.paged()
+    async with HybridCache.open(SPEC, paged_engine.config(), engine=memory.memory) as cache:
+        instrument(cache, spans.provider)
+        engine = paged_engine.PagedEngine(cache, memory)
+        await engine.serve(PROMPT)
+        assert spans.take().keys() == {"lookup", "prefetch", "load", "checkpoint", "backup"}
+        await engine.serve(PROMPT)
+        again = spans.take()
+    assert [attributes(span)["tokens"] for span in again["checkpoint"]] == [20, 21]
+    (loaded,) = again["load"]
+    assert attributes(loaded) == {"hit_tokens": 20, "tier": "host", "slots.kv": 5, "slots.mamba": 1}
 
 
 @pytest.mark.asyncio

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from asynchicache import CacheConfig, HybridCache
+from asynchicache import CacheConfig, EngineCache, HybridCache
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.ranks.group import RankGroup
 from asynchicache.ranks.options import RankLimits
@@ -52,7 +52,7 @@ class ProcessGroup:
     def __init__(
         self,
         group: RankGroup,
-        cache: HybridCache,
+        cache: HybridCache | EngineCache,
         followers: Sequence[Follower],
         engine: PagedMemory | None = None,
     ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from asynchicache import HybridCache, Tier
+from asynchicache import EngineCache, HybridCache, Tier
 from asynchicache.errors import ConfigError, TransferError, UsageError
 from asynchicache.transfer.remote import CopyResult, RemoteCopies
 from asynchicache.types import Direction
@@ -28,12 +28,12 @@ async def remote() -> RemoteCopies:
 
 
 @pytest_asyncio.fixture
-async def opened(remote: RemoteCopies) -> AsyncIterator[HybridCache]:
+async def opened(remote: RemoteCopies) -> AsyncIterator[EngineCache]:
     async with HybridCache.open(SPEC, config(close_seconds=0.01), engine=remote) as cache:
         yield cache
 
 
-async def publish(cache: HybridCache, remote: RemoteCopies, *, error: str = "") -> None:
+async def publish(cache: EngineCache, remote: RemoteCopies, *, error: str = "") -> None:
     async with cache.request(PROMPT) as request:
         ticket = request.checkpoint(20, pages=TABLE)
         remote.finish([CopyResult(order.id, error) for order in remote.take()])
@@ -46,7 +46,7 @@ async def publish(cache: HybridCache, remote: RemoteCopies, *, error: str = "") 
 
 @pytest.mark.asyncio
 async def test_an_order_names_host_slots_and_the_engines_pages(
-    opened: HybridCache, remote: RemoteCopies
+    opened: EngineCache, remote: RemoteCopies
 ) -> None:
     async with opened.request(PROMPT) as request:
         ticket = request.checkpoint(20, pages=TABLE)
@@ -77,7 +77,7 @@ async def test_an_order_names_host_slots_and_the_engines_pages(
 
 @pytest.mark.asyncio
 async def test_pages_are_found_only_once_their_bytes_have_arrived(
-    opened: HybridCache, remote: RemoteCopies
+    opened: EngineCache, remote: RemoteCopies
 ) -> None:
     async with opened.request(PROMPT) as first, opened.request(PROMPT) as second:
         first.checkpoint(20, pages=TABLE)
@@ -91,7 +91,7 @@ async def test_pages_are_found_only_once_their_bytes_have_arrived(
 
 @pytest.mark.asyncio
 async def test_a_backup_that_fails_is_not_found_and_fails_alone(
-    opened: HybridCache, remote: RemoteCopies
+    opened: EngineCache, remote: RemoteCopies
 ) -> None:
     await publish(opened, remote, error="bus error")
     async with opened.request(PROMPT) as request:
@@ -103,7 +103,7 @@ async def test_a_backup_that_fails_is_not_found_and_fails_alone(
 
 
 @pytest.mark.asyncio
-async def test_pages_on_top_of_a_failed_backup_go_with_it(opened: HybridCache, remote: RemoteCopies) -> None:
+async def test_pages_on_top_of_a_failed_backup_go_with_it(opened: EngineCache, remote: RemoteCopies) -> None:
     """Results may come in any order: the second copy's pages have arrived when the first one fails."""
     async with opened.request(PROMPT) as request:
         below = request.checkpoint(8, pages={"kv": [9, 8]})
@@ -122,7 +122,7 @@ async def test_pages_on_top_of_a_failed_backup_go_with_it(opened: HybridCache, r
 
 @pytest.mark.asyncio
 async def test_a_load_that_fails_tells_its_own_request_only(
-    opened: HybridCache, remote: RemoteCopies
+    opened: EngineCache, remote: RemoteCopies
 ) -> None:
     await publish(opened, remote)
     async with opened.request(PROMPT) as request:
@@ -172,7 +172,7 @@ async def test_every_worker_has_to_report() -> None:
 
 
 @pytest.mark.asyncio
-async def test_results_of_nobody_are_counted(opened: HybridCache, remote: RemoteCopies) -> None:
+async def test_results_of_nobody_are_counted(opened: EngineCache, remote: RemoteCopies) -> None:
     async with opened.request(PROMPT) as request:
         ticket = request.checkpoint(20, pages=TABLE)
         remote.finish([CopyResult(1), CopyResult(99)])  # nobody has taken it
@@ -183,7 +183,7 @@ async def test_results_of_nobody_are_counted(opened: HybridCache, remote: Remote
 
 
 @pytest.mark.asyncio
-async def test_workers_that_are_gone_fail_what_they_had(opened: HybridCache, remote: RemoteCopies) -> None:
+async def test_workers_that_are_gone_fail_what_they_had(opened: EngineCache, remote: RemoteCopies) -> None:
     async with opened.request(PROMPT) as request:
         ticket = request.checkpoint(20, pages=TABLE)
         remote.take()
@@ -221,7 +221,7 @@ async def test_closing_gives_up_on_a_worker_that_never_reports(remote: RemoteCop
 
 
 @pytest.mark.asyncio
-async def test_misuse_is_refused(opened: HybridCache, remote: RemoteCopies) -> None:
+async def test_misuse_is_refused(opened: EngineCache, remote: RemoteCopies) -> None:
     with pytest.raises(UsageError, match="belong to a cache already"):
         await HybridCache.open(SPEC, config(), engine=remote)
     with pytest.raises(UsageError, match="once the cache is open"):

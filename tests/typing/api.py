@@ -7,6 +7,9 @@ from typing import assert_type
 from asynchicache import (
     CacheConfig,
     CapacityError,
+    EngineCache,
+    EngineMemory,
+    EngineRequest,
     Hit,
     HybridCache,
     MissReason,
@@ -46,6 +49,41 @@ async def restore(request: Request, spec: ModelSpec) -> MissReason:
     assert_type(request.extend(1), dict[str, list[int]])
     assert_type(hit.tokens, int)
     return hit.reason
+
+
+async def serve_engine(spec: ModelSpec, memory: EngineMemory, tokens: list[int]) -> Hit:
+    """An engine names its pages; slots are nothing that its requests have."""
+    async with HybridCache.open(spec, engine=memory) as cache:
+        assert_type(cache, EngineCache)
+        request = cache.request(tokens)
+        assert_type(request, EngineRequest)
+        async with request:
+            hit = await request.prefetch()
+            await request.load(into={"kv": [1, None]}, after=cache.device.stream("compute"))
+            await request.checkpoint(len(tokens), pages={"kv": [1, 2]})
+            request.load()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+            request.checkpoint(4)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+            request.extend(1)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+            request.pages("kv")  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+            await request.admit()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+        cache.device_tensor("kv", "keys")  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    return hit
+
+
+async def serve_own(cache: HybridCache, tokens: list[int]) -> None:
+    """A request for slots of the cache's own names no pages."""
+    async with cache.request(tokens) as request:
+        assert_type(request, Request)
+        request.load(into={"kv": [1]})  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+        request.checkpoint(4, pages={})  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
+
+async def serve_either(
+    spec: ModelSpec, memory: EngineMemory | None, keys: list[bytes]
+) -> tuple[HybridCache | EngineCache, Hit]:
+    cache = await HybridCache.open(spec, engine=memory)
+    async with cache.request_keys(keys) as request:
+        return cache, request.hit
 
 
 async def by_hand(spec: ModelSpec) -> None:

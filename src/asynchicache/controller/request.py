@@ -20,7 +20,7 @@ from asynchicache.streams.base import Stream
 from asynchicache.transfer.plan import Direction
 from asynchicache.transfer.record import OnWait
 from asynchicache.transfer.ticket import Ticket, done_ticket
-from asynchicache.tree.node import FULL
+from asynchicache.tree.node import FULL, Node
 from asynchicache.types import KEY_WORDS, MissReason, Tier, as_count, key_array, token_array
 
 
@@ -46,14 +46,8 @@ class Hit:
     advice: str = ""
 
 
-class Request:
-    """One prompt and what is generated for it; an async context manager, used once.
-
-    Order: enter (match and lock), `prefetch` and `admit` (optional), `load`, then `extend`, `append` and
-    `checkpoint` for each forward. Leaving frees every slot that was not published.
-
-    If an engine owns the device memory, there are no slots: `load` and `checkpoint` name the engine's pages,
-    and calls that give out slots (`admit`, `extend`, `pages`, ...) raise `UsageError`.
+class BaseRequest:
+    """One prompt and what is generated for it, as far as `Request` and `EngineRequest` have it in common.
 
     Attributes:
         made_at: where it was made, as `file:line`, for reports.
@@ -81,10 +75,9 @@ class Request:
         self._stream: Stream | None = None
         self._state: RequestState | None = None
         self._closed = False
-        self._copying: Ticket | None = None  # its copies may run on: nobody has waited, and no stream
         self.made_at = ""
         self.hint = NO_HINT
-        self.record_of: Request | None = None
+        self.record_of: BaseRequest | None = None
         self.keeps_record = False
         self.record: RecordedRequest | None = None
         self._left: RequestState | None = None
@@ -132,8 +125,8 @@ class Request:
     def run_on(self, stream: Stream) -> Self:
         """Set the stream of the request's forwards; call it before entering the request.
 
-        It becomes the default of `after`. Leaving the request frees its slots only after the work enqueued
-        on this stream.
+        It becomes the default of `after`. Leaving the request frees what it holds only after the work
+        enqueued on this stream.
         """
         if not self._executor.copies_here:
             raise UsageError("run_on(): the copies of this cache run elsewhere, where no stream is known")
@@ -142,14 +135,14 @@ class Request:
         return self
 
     def close(self, after: Stream | None = None) -> None:
-        """Free all slots; idempotent. Leaving `async with` calls it in every case.
+        """Free what the request holds; idempotent. Leaving `async with` calls it in every case.
 
-        Slots are freed once every known stream has done the work enqueued now: the stream of `run_on`,
+        That is once every known stream has done the work enqueued now: the stream of `run_on`,
         streams that waited for a fence of the request's tickets, and streams given as `after`. A launched
         forward that is cancelled before publication therefore never writes to slots of another request.
 
         Args:
-            after: one more stream that may still read or write the request's slots.
+            after: one more stream that may still read or write what the request holds.
 
         Raises:
             UsageError: `after` is not a stream of the cache's device, or another thread or loop calls; the
@@ -187,44 +180,27 @@ class Request:
             raise RequestStateError(f"the request is {word}; use it inside `async with`")
         return self._state
 
-    def _loaded(self) -> RequestState:
-        state = self._open()
-        if not state.loaded:
-            raise RequestStateError("call load() first: it says where the prefix ends")
-        return state
-
     def _in_use(self) -> RequestState:
         state = self._open()
         self._executor.check_open()
         self._parts.tell_time()
         return state
 
-    def _unfinished(self) -> RequestState:
-        state = self._loaded()
-        if state.finished:
-            raise RequestStateError("the request is finished: its last checkpoint was final")
-        return state
-
-    def _check_own_device(self, verb: str) -> None:
-        """
-        Raises:
-            UsageError: an engine owns the device memory.
-        """
-        if self._planner.state.host_only:
-            raise UsageError(f"{verb}() gives out device slots, and an engine owns the device memory here")
-
-    def _growing(self, verb: str, tokens: int) -> tuple[RequestState, int]:
-        self._check_own_device(verb)
-        state, count = self._unfinished(), as_count(verb, tokens)
-        self._executor.check_open()
-        self._parts.tell_time()
-        if count < 0:
-            raise RequestStateError(f"{verb}({count}): a number of tokens, 0 at least")
-        return state, count
-
     def inspect(self) -> RequestState | None:
         """What the planner knows of an open request, as `HybridCache.inspect`; None before and after."""
         return self._state
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._stage()}, {len(self._tokens)} tokens>"
+
+    def _stage(self) -> str:
+        state = self._state
+        if state is None:
+            return "closed" if self._closed else "not entered"
+        if state.loaded:
+            restored = f"{state.hit_tokens(self._planner.state.page_size)} restored"
+            return f"finished, {restored}" if state.finished else f"loaded, {restored}"
+        return "resting" if state.resting else f"matched, {self.hit.tokens} to restore"
 
     # Properties
 
@@ -243,12 +219,6 @@ class Request:
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return self._prompt
-
-    @property
-    def reserved(self) -> int:
-        """Tokens that the request's pages have room for: the restored ones and those of `extend`."""
-        self._check_own_device("reserved")
-        return self._loaded().reserved
 
     @property
     def hit(self) -> Hit:
@@ -278,74 +248,7 @@ class Request:
         """Whether to keep a state at the end of the output, as the option `checkpoints` says."""
         return self._planner.checkpoints.output
 
-    def pages(self, pool: str) -> list[int]:
-        """Device slots of the request's pages of a pool, in order: the restored ones first.
-
-        A sliding window keeps only the last pages, from page number `first_page(pool)` on.
-
-        Raises:
-            RequestStateError: before `load`.
-            UnknownPoolError: the pool has no pages.
-        """
-        self._check_own_device("pages")
-        state = self._loaded()
-        component_id = self._page_pool(pool)
-        return list(state.pages if component_id == FULL else state.windows[component_id].slots)
-
-    def first_page(self, pool: str) -> int:
-        """Number of the first page in `pages(pool)`: 0, or the current start of a sliding window.
-
-        Raises:
-            RequestStateError, UnknownPoolError: as `pages`.
-        """
-        self._check_own_device("first_page")
-        state = self._loaded()
-        component_id = self._page_pool(pool)
-        return 0 if component_id == FULL else state.windows[component_id].first
-
-    def _page_pool(self, pool: str) -> int:
-        """The component whose slots a pool with pages uses."""
-        state = self._planner.state
-        for component_id in (FULL, *(component.id for component in state.tree.windows)):
-            if pool in state.sharing(component_id):
-                return component_id
-        raise self._unknown_pool(pool, "pages", "states")
-
-    def _unknown_pool(self, pool: str, asked: str, other: str) -> UnknownPoolError:
-        """The error of `pages` or `state`, which was `asked` for a pool of the other kind, or of none."""
-        spec = self._planner.state.spec
-        with_pages = [one.name for one in spec.pools if one.per_token]
-        with_states = [one.name for one in spec.pools if not one.per_token]
-        names = {"pages": with_pages, "states": with_states}
-        cure = f", or with {other}: {names[other]}"
-        if pool in names[other]:
-            cure = (
-                f": state({pool!r}) is its slot" if other == "states" else f": pages({pool!r}) are its slots"
-            )
-        return UnknownPoolError(f"{pool!r} is none of the pools with {asked} {names[asked]}{cure}")
-
-    def state(self, pool: str) -> int:
-        """Device slot of the request's own working state of a pool; the restored state is copied there.
-
-        Raises:
-            RequestStateError: before the first `load` or `extend` that found a slot, or after a final
-                checkpoint, which publishes the slot itself.
-            UnknownPoolError: the pool has no states.
-        """
-        self._check_own_device("state")
-        state = self._loaded()
-        cache = self._planner.state
-        ids = (one.id for one in cache.tree.components if not one.paged and pool in cache.sharing(one.id))
-        component_id = next(ids, None)
-        if component_id is None:
-            raise self._unknown_pool(pool, "states", "pages")
-        if component_id not in state.states and state.finished:
-            raise RequestStateError(f"the last checkpoint was final, and published the {pool!r} state slot")
-        if component_id not in state.states:
-            raise RequestStateError(f"the request has no {pool!r} state slot yet; extend() takes one")
-        return state.states[component_id]
-
-    # Operations
+    # Before the load
 
     async def prefetch(self) -> Hit:
         """Read the prefix from storage to the host, and wait as long as the policy says.
@@ -387,131 +290,55 @@ class Request:
             raise RequestStateError(f"{verb}() comes before load()")
         return state
 
-    async def admit(self) -> Hit:
-        """Wait until the device has room for `load`, so that no hit is lost for lack of room.
+    # What loads and checkpoints of both kinds do
 
-        Without it, `load` uses what is free or evictable at once. Call `load` next, without an `await` in
-        between.
-
-        Raises:
-            CapacityError: nothing in flight could free enough.
-            RequestStateError: after `load`, or the request was closed meanwhile.
-            ClosedError: the cache was closed.
-        """
-        self._check_own_device("admit")
-        state = self._unloaded("admit")
-        await self._executor.checkpoint()
-        await self._parts.admission.admit(state)
-        return self.hit
-
-    def load(
-        self, *, into: NamedPages | None = None, after: Stream | None = None, counted: bool = True
-    ) -> Ticket:
-        """Enqueue the copies that put the prefix and its states on the device.
-
-        Falls back to a shorter prefix if there is no room; see `hit`.
-
-        Args:
-            into: if an engine owns the device memory, its pages for the last pages of the hit, by pool that
-                owns slots, in order; earlier ones it has itself. None in place of a page: not wanted. Pools
-                that share slots are copied along.
-            after: if an engine owns the device memory, a stream: the copies run after the work enqueued on
-                it, such as forwards that still read the pages.
-            counted: whether statistics count the request as served. Use False for a request that only
-                publishes pages computed for another request, which is counted already.
-
-        Raises:
-            RequestStateError: called twice, or the request rests.
-            UsageError: `into` is missing or not expected, or names a pool or page that does not exist, a page
-                twice, one that another load is writing, or more pages than the hit needs.
-        """
+    def _loadable(self) -> RequestState:
         state = self._in_use()
         if state.loaded:
             raise RequestStateError("load() was called already; its ticket serves every waiter")
         if state.resting:
             raise RequestStateError("the request rests; call rematch() first")
-        self._check_named("load", "into", into, after)
-        end = state.lease.node
-        copies = self._planned_load(state, into)
-        self._parts.prefetcher.leave(state)
-        if into is None:
-            end = state.lease.node if state.whole_tail is None else state.whole_tail
+        return state
+
+    def _load_of_nothing(self, state: RequestState) -> list[Copy] | None:
+        """What a load copies if nothing can be restored: the device has failed, or the weights changed."""
+        if self._executor.failure is not None:
+            return self._planner.loads.load_nothing(state)
+        if state.epoch != self._planner.state.tree.epoch or self._planner.changes_weights:
+            return self._planner.loads.load_nothing(state, MissReason.WEIGHTS)
+        return None
+
+    def _start_load(
+        self, state: RequestState, copies: list[Copy], end: Node, *, after: Stream | None, counted: bool
+    ) -> Ticket:
+        """Run the copies of a load; `end`: the end of the path that it uses."""
         self._parts.storage_writer.use(end)
         if counted and not state.resumed:
             self._parts.count_served(state)
         ticket = self._executor.run(copies, self._on_wait(state), after=after)
         assert ticket is not None, "a load has a copy, if an empty one"
-        self._copying = ticket
         return ticket
 
-    def _planned_load(self, state: RequestState, into: NamedPages | None) -> list[Copy]:
-        if self._executor.failure is not None:
-            return self._planner.loads.load_nothing(state)
-        if state.epoch != self._planner.state.tree.epoch or self._planner.changes_weights:
-            return self._planner.loads.load_nothing(state, MissReason.WEIGHTS)
-        return self._planner.loads.load(state) if into is None else self._planner.engine.load(state, into)
+    def _on_wait(self, state: RequestState) -> OnWait:
+        """What a ticket calls with each stream that one of its fences makes wait."""
+        return partial(self._waits, state)
 
-    def _check_named(self, verb: str, name: str, pages: NamedPages | None, after: Stream | None) -> None:
-        """
-        Raises:
-            UsageError: pages are named although the cache owns the device memory, or the other way round; or
-                a stream is given to a cache that hands its copies out.
-        """
-        host_only = self._planner.state.host_only
-        if host_only and not isinstance(pages, Mapping):
-            raise UsageError(f"{verb}({name}=...) must name the engine's pages by pool, not {pages!r}")
-        if not host_only and pages is not None:
-            raise UsageError(f"{verb}({name}=...) is for a cache whose device memory an engine owns")
-        if host_only and after is not None and not self._executor.copies_here:
-            raise UsageError(f"{verb}(after=...): the copies run elsewhere, where this stream is not known")
-        self._executor.check_stream(after)
+    def _waits(self, state: RequestState, stream: Stream) -> None:
+        self._executor.check_stream(stream)
+        state.runs_on(stream)
 
-    def extend(self, tokens: int) -> dict[str, list[int]]:
-        """Allocate room for `tokens` more tokens after the restored and extended ones; evicts if necessary.
+    def _publishes(self, state: RequestState) -> bool:
+        """Whether checkpoints are published: the device is well, the weights are those of the match and not
+        about to change, and the request's hint allows it."""
+        current = state.epoch == self._planner.state.tree.epoch and not self._planner.changes_weights
+        return current and self._executor.failure is None and not state.hint.transient
 
-        A sliding-window pool also needs a slot for each new page. If that pool is smaller than the prompt,
-        prefill in chunks, with `advance` or `checkpoint` between them.
+    def _order_after(self, state: RequestState, stream: Stream | None) -> None:
+        if stream is not None:
+            state.runs_on(stream)
+            self._executor.order_after(stream)
 
-        Returns:
-            By pool, the new device slots: one per new page.
-
-        Raises:
-            CapacityError: not enough can be evicted; `reserve` waits instead.
-        """
-        return self._parts.admission.extend(*self._growing("extend", tokens))
-
-    async def reserve(self, tokens: int) -> dict[str, list[int]]:
-        """As `extend`, but waits while other requests hold the pages.
-
-        Raises:
-            CapacityError: nothing in flight could free any; also if all requests that hold pages wait for
-                room too.
-            RequestStateError: the request was closed meanwhile.
-            ClosedError: the cache was closed.
-        """
-        state, count = self._growing("reserve", tokens)
-        await self._executor.checkpoint()
-        return await self._parts.admission.reserve(state, count)
-
-    def computed(self, tokens: int, seconds: float, *, context: int | None = None) -> None:
-        """Report how long a prefill took, so that storage is read only where that is faster; see
-        `PrefetchOptions.load_or_compute`.
-
-        Args:
-            tokens: computed tokens.
-            seconds: that the forward took.
-            context: tokens before them. Default: those of the hit.
-
-        Raises:
-            ConfigError: a number is negative, or nothing was computed.
-        """
-        before = self.hit.tokens if context is None else context
-        self._parts.costs.computed(tokens, before, seconds)
-
-    @property
-    def reports_costs(self) -> bool:
-        """Whether the cache uses what `computed` reports."""
-        return self._parts.reports_costs
+    # Tokens and promises
 
     def append(self, tokens: Iterable[int]) -> None:
         """Add generated token ids to the sequence.
@@ -545,6 +372,202 @@ class Request:
         except BufferError:  # a view exists (numpy, say): copy, the view keeps the old ids
             state.tokens = self._tokens = self._tokens[:at] + words
 
+    def computed(self, tokens: int, seconds: float, *, context: int | None = None) -> None:
+        """Report how long a prefill took, so that storage is read only where that is faster; see
+        `PrefetchOptions.load_or_compute`.
+
+        Args:
+            tokens: computed tokens.
+            seconds: that the forward took.
+            context: tokens before them. Default: those of the hit.
+
+        Raises:
+            ConfigError: a number is negative, or nothing was computed.
+        """
+        before = self.hit.tokens if context is None else context
+        self._parts.costs.computed(tokens, before, seconds)
+
+    @property
+    def reports_costs(self) -> bool:
+        """Whether the cache uses what `computed` reports."""
+        return self._parts.reports_costs
+
+    async def durable(self) -> bool:
+        """Wait until storage has the prefix that the request published, and any clear that might remove it
+        has ended; then ask storage.
+
+        The prefix is that of the last checkpoint, or the match if that is longer, whatever the request went
+        through since: `suspend`, `rest`, `rematch`, eviction. It is what a restart could restore: the whole
+        pages, with `tails` the page that a finished request ended in, and the window and the states of the
+        last checkpoint that had states to keep (at a whole number of pages, or a snapshot). Windows of
+        earlier checkpoints are written too, as far as memory has them.
+
+        Returns:
+            True if storage was asked and has all of it. False if there is no storage, or it refuses, or does
+            not answer; if a page, window or state found no room in a tier above it; if a checkpoint could not
+            be published, because the device had failed or the weights had changed; or if no checkpoint of a
+            model with states had any, so that nothing could be restored.
+        """
+        state = self._in_use()
+        await self._executor.checkpoint()
+        return await self._parts.storage_writer.durable(state)
+
+
+class Request(BaseRequest):
+    """A request that computes in slots of the cache's own device memory; an async context manager, used once.
+
+    Order: enter (match and lock), `prefetch` and `admit` (optional), `load`, then `extend`, `append` and
+    `checkpoint` for each forward. Leaving frees every slot that was not published.
+    """
+
+    _copying: Ticket | None = None  # its copies may run on: nobody has waited, and no stream
+
+    @property
+    def reserved(self) -> int:
+        """Tokens that the request's pages have room for: the restored ones and those of `extend`."""
+        return self._loaded().reserved
+
+    def pages(self, pool: str) -> list[int]:
+        """Device slots of the request's pages of a pool, in order: the restored ones first.
+
+        A sliding window keeps only the last pages, from page number `first_page(pool)` on.
+
+        Raises:
+            RequestStateError: before `load`.
+            UnknownPoolError: the pool has no pages.
+        """
+        state = self._loaded()
+        component_id = self._page_pool(pool)
+        return list(state.pages if component_id == FULL else state.windows[component_id].slots)
+
+    def first_page(self, pool: str) -> int:
+        """Number of the first page in `pages(pool)`: 0, or the current start of a sliding window.
+
+        Raises:
+            RequestStateError, UnknownPoolError: as `pages`.
+        """
+        state = self._loaded()
+        component_id = self._page_pool(pool)
+        return 0 if component_id == FULL else state.windows[component_id].first
+
+    def _page_pool(self, pool: str) -> int:
+        """The component whose slots a pool with pages uses."""
+        state = self._planner.state
+        for component_id in (FULL, *(component.id for component in state.tree.windows)):
+            if pool in state.sharing(component_id):
+                return component_id
+        raise self._unknown_pool(pool, "pages", "states")
+
+    def _unknown_pool(self, pool: str, asked: str, other: str) -> UnknownPoolError:
+        """The error of `pages` or `state`, which was `asked` for a pool of the other kind, or of none."""
+        spec = self._planner.state.spec
+        with_pages = [one.name for one in spec.pools if one.per_token]
+        with_states = [one.name for one in spec.pools if not one.per_token]
+        names = {"pages": with_pages, "states": with_states}
+        cure = f", or with {other}: {names[other]}"
+        if pool in names[other]:
+            cure = (
+                f": state({pool!r}) is its slot" if other == "states" else f": pages({pool!r}) are its slots"
+            )
+        return UnknownPoolError(f"{pool!r} is none of the pools with {asked} {names[asked]}{cure}")
+
+    def state(self, pool: str) -> int:
+        """Device slot of the request's own working state of a pool; the restored state is copied there.
+
+        Raises:
+            RequestStateError: before the first `load` or `extend` that found a slot, or after a final
+                checkpoint, which publishes the slot itself.
+            UnknownPoolError: the pool has no states.
+        """
+        state = self._loaded()
+        cache = self._planner.state
+        ids = (one.id for one in cache.tree.components if not one.paged and pool in cache.sharing(one.id))
+        component_id = next(ids, None)
+        if component_id is None:
+            raise self._unknown_pool(pool, "states", "pages")
+        if component_id not in state.states and state.finished:
+            raise RequestStateError(f"the last checkpoint was final, and published the {pool!r} state slot")
+        if component_id not in state.states:
+            raise RequestStateError(f"the request has no {pool!r} state slot yet; extend() takes one")
+        return state.states[component_id]
+
+    async def admit(self) -> Hit:
+        """Wait until the device has room for `load`, so that no hit is lost for lack of room.
+
+        Without it, `load` uses what is free or evictable at once. Call `load` next, without an `await` in
+        between.
+
+        Raises:
+            CapacityError: nothing in flight could free enough.
+            RequestStateError: after `load`, or the request was closed meanwhile.
+            ClosedError: the cache was closed.
+        """
+        state = self._unloaded("admit")
+        await self._executor.checkpoint()
+        await self._parts.admission.admit(state)
+        return self.hit
+
+    def load(self, *, counted: bool = True) -> Ticket:
+        """Enqueue the copies that put the prefix and its states on the device.
+
+        Falls back to a shorter prefix if there is no room; see `hit`.
+
+        Args:
+            counted: whether statistics count the request as served. Use False for a request that only
+                publishes pages computed for another request, which is counted already.
+
+        Raises:
+            RequestStateError: called twice, or the request rests.
+        """
+        state = self._loadable()
+        copies = self._load_of_nothing(state)
+        if copies is None:
+            copies = self._planner.loads.load(state)
+        self._parts.prefetcher.leave(state)
+        end = state.lease.node if state.whole_tail is None else state.whole_tail
+        self._copying = ticket = self._start_load(state, copies, end, after=None, counted=counted)
+        return ticket
+
+    def _waits(self, state: RequestState, stream: Stream) -> None:
+        self._executor.check_stream(stream)
+        state.runs_on(stream)
+        self._copying = None  # what follows on this stream is ordered
+
+    def extend(self, tokens: int) -> dict[str, list[int]]:
+        """Allocate room for `tokens` more tokens after the restored and extended ones; evicts if necessary.
+
+        A sliding-window pool also needs a slot for each new page. If that pool is smaller than the prompt,
+        prefill in chunks, with `advance` or `checkpoint` between them.
+
+        Returns:
+            By pool, the new device slots: one per new page.
+
+        Raises:
+            CapacityError: not enough can be evicted; `reserve` waits instead.
+        """
+        return self._parts.admission.extend(*self._growing("extend", tokens))
+
+    async def reserve(self, tokens: int) -> dict[str, list[int]]:
+        """As `extend`, but waits while other requests hold the pages.
+
+        Raises:
+            CapacityError: nothing in flight could free any; also if all requests that hold pages wait for
+                room too.
+            RequestStateError: the request was closed meanwhile.
+            ClosedError: the cache was closed.
+        """
+        state, count = self._growing("reserve", tokens)
+        await self._executor.checkpoint()
+        return await self._parts.admission.reserve(state, count)
+
+    def _growing(self, verb: str, tokens: int) -> tuple[RequestState, int]:
+        state, count = self._unfinished(), as_count(verb, tokens)
+        self._executor.check_open()
+        self._parts.tell_time()
+        if count < 0:
+            raise RequestStateError(f"{verb}({count}): a number of tokens, 0 at least")
+        return state, count
+
     def advance(self, length: int, *, after: Stream | None = None) -> None:
         """Report that the first `length` tokens are computed: frees pages before the sliding windows.
 
@@ -558,7 +581,6 @@ class Request:
         Raises:
             RequestStateError: before `load`, or `length` is out of range.
         """
-        self._check_own_device("advance")
         self._executor.loop.check()
         self._executor.check_stream(after)
         state, length = self._unfinished(), as_count("advance", length)
@@ -569,14 +591,16 @@ class Request:
             state.runs_on(after)
         self._retire(state, length, after)
 
-    def _on_wait(self, state: RequestState) -> OnWait:
-        """What a ticket calls with each stream that one of its fences makes wait."""
-        return partial(self._waits, state)
-
-    def _waits(self, state: RequestState, stream: Stream) -> None:
-        self._executor.check_stream(stream)
-        state.runs_on(stream)
-        self._copying = None  # what follows on this stream is ordered
+    def _retire(self, state: RequestState, length: int, after: Stream | None) -> None:
+        """Free the pages before the windows, after the work enqueued on `after`."""
+        retired = self._planner.windows.retire(state, length)
+        if retired is None:
+            return
+        if after is None or self._executor.stopped:
+            self._planner.windows.finish(retired)
+            self._executor.notify()
+            return
+        self._executor.when_reached(after, partial(self._planner.windows.finish, retired))
 
     def check_landed(self) -> None:
         """Check that slots of the request may be read and written: their last copy has ended, or a stream
@@ -590,17 +614,6 @@ class Request:
                 "copies are still running: await load(), and each checkpoint() and snapshot()"
             )
 
-    def _retire(self, state: RequestState, length: int, after: Stream | None) -> None:
-        """Free the pages before the windows, after the work enqueued on `after`."""
-        retired = self._planner.windows.retire(state, length)
-        if retired is None:
-            return
-        if after is None or self._executor.stopped:
-            self._planner.windows.finish(retired)
-            self._executor.notify()
-            return
-        self._executor.when_reached(after, partial(self._planner.windows.finish, retired))
-
     def check_written(self, writer: object, start: int, stop: int) -> None:
         """Check that `writer` may write tokens `start` to `stop` to the request's slots now.
 
@@ -608,7 +621,6 @@ class Request:
             RequestStateError: there is no room for them, or those before `start` were neither restored nor
                 written.
         """
-        self._check_own_device("check_written")
         state = self._unfinished()
         if not 0 <= start <= stop <= state.reserved:
             raise RequestStateError(
@@ -667,7 +679,6 @@ class Request:
         Raises:
             RequestStateError: as of `checkpoint`, or `length` is not a whole number of pages.
         """
-        self._check_own_device("snapshot")
         self._executor.check_stream(after)
         state, length = self._checked("snapshot", length)
         size = self._planner.state.page_size
@@ -680,14 +691,7 @@ class Request:
         self._order_after(state, after or self._stream)
         return self._copy_states(state, self._planner.snapshot(state, length))
 
-    def checkpoint(
-        self,
-        length: int,
-        *,
-        pages: NamedPages | None = None,
-        after: Stream | None = None,
-        final: bool = False,
-    ) -> Ticket:
+    def checkpoint(self, length: int, *, after: Stream | None = None, final: bool = False) -> Ticket:
         """Publish the whole pages up to `length` tokens, and the state there.
 
         The state is the snapshot taken at `length`; else the working state, if `length` is a whole number
@@ -697,15 +701,8 @@ class Request:
         itself, with the working state and the window. Otherwise it is a copy, as the request goes on to fill
         it, and only of models with attention alone. So the ticket may be that of a page's copy.
 
-        If an engine owns the device memory, what the host lacks is copied there from the pages that the
-        engine names, and published when it has arrived; storage follows by the write policy. The engine keeps
-        the pages as they are until the ticket is done.
-
         Args:
             length: where a forward ended; at most the extended and appended length.
-            pages: if an engine owns the device memory, its pages with the last pages of the prefix, by pool
-                that owns slots, in order; best all of them, as only missing ones are copied. None in place of
-                a page: it is not there. A gap before the end of what the host has ends the backup.
             after: the stream of the forward; copies run after the work enqueued on it. Other requests match
                 the pages at once, so their forwards must run on this stream too, or wait for it.
             final: the request computes nothing more. Its working state is handed over, without a copy and
@@ -717,15 +714,10 @@ class Request:
             `ticket.fence(layer).wait_on(stream)`.
 
         Raises:
-            RequestStateError: before `load` (if the cache owns the device memory), `length` is out of range,
-                or not what `written` reported.
-            UsageError: `pages` is missing or not expected, or names a pool or page that does not exist, or a
-                page twice.
+            RequestStateError: before `load`, `length` is out of range, or not what `written` reported.
         """
         after = after or self._stream
-        self._check_named("checkpoint", "pages", pages, after)
-        if pages is not None:
-            return self._back_up(length, pages, after, final=final)
+        self._executor.check_stream(after)
         state, length = self._checked("checkpoint", length)
         self._check_reached("checkpoint", state, length, states=self._uses_states(state, length, final=final))
         self._order_after(state, after)
@@ -745,40 +737,6 @@ class Request:
         whole = length % cache.page_size == 0
         inside = cache.tails and (final or length in state.hint.repeats)
         return length >= state.borrowed * cache.page_size and (whole or inside)
-
-    def _back_up(self, length: int, pages: NamedPages, after: Stream | None, *, final: bool) -> Ticket:
-        """Copy pages that an engine owns to the host; returns the ticket of the copy."""
-        state, length = self._in_use(), as_count("checkpoint", length)
-        if state.finished:
-            raise RequestStateError("the request is finished: its last checkpoint was final")
-        size = self._planner.state.page_size
-        known = (
-            len(self._tokens) // self._planner.state.page_words * size
-            if self._page_keys
-            else len(self._tokens)
-        )
-        if not 0 <= length < known + (size if self._page_keys else 1):
-            raise RequestStateError(
-                f"length {length}: the prefix is known up to {known} tokens; append() first"
-            )
-        copies = self._planner.engine.backup(
-            state, length // size, pages, states=length % size == 0, usable=self._publishes(state)
-        )
-        state.finished = final
-        self._order_after(state, after)
-        ticket = self._executor.run(copies, self._on_wait(state))
-        return ticket or done_ticket(self._planner.state.spec.layers, self._on_wait(state))
-
-    def _publishes(self, state: RequestState) -> bool:
-        """Whether checkpoints are published: the device is well, the weights are those of the match and not
-        about to change, and the request's hint allows it."""
-        current = state.epoch == self._planner.state.tree.epoch and not self._planner.changes_weights
-        return current and self._executor.failure is None and not state.hint.transient
-
-    def _order_after(self, state: RequestState, stream: Stream | None) -> None:
-        if stream is not None:
-            state.runs_on(stream)
-            self._executor.order_after(stream)
 
     def _copy_states(self, state: RequestState, copies: list[Copy]) -> Ticket:
         """Run the copies; returns the ticket of the states' copy, a done one if there is none."""
@@ -802,9 +760,7 @@ class Request:
         Raises:
             RequestStateError: before `load`, after a final checkpoint, or as of `checkpoint`.
             CapacityError: the request has more tokens than the device holds, so it could not be resumed.
-            UsageError: an engine owns the device memory.
         """
-        self._check_own_device("suspend")
         self._executor.check_stream(after)
         before, length = self._checked("suspend", length)
         self._check_reached("suspend", before, length, states=self._uses_states(before, length, final=True))
@@ -818,26 +774,6 @@ class Request:
         self._planner.rematch(resumed, prefetched=False)
         self._planner.rest(resumed)
 
-    async def durable(self) -> bool:
-        """Wait until storage has the prefix that the request published, and any clear that might remove it
-        has ended; then ask storage.
-
-        The prefix is that of the last checkpoint, or the match if that is longer, whatever the request went
-        through since: `suspend`, `rest`, `rematch`, eviction. It is what a restart could restore: the whole
-        pages, with `tails` the page that a finished request ended in, and the window and the states of the
-        last checkpoint that had states to keep (at a whole number of pages, or a snapshot). Windows of
-        earlier checkpoints are written too, as far as memory has them.
-
-        Returns:
-            True if storage was asked and has all of it. False if there is no storage, or it refuses, or does
-            not answer; if a page, window or state found no room in a tier above it; if a checkpoint could not
-            be published, because the device had failed or the weights had changed; or if no checkpoint of a
-            model with states had any, so that nothing could be restored.
-        """
-        state = self._in_use()
-        await self._executor.checkpoint()
-        return await self._parts.storage_writer.durable(state)
-
     def _checked(self, verb: str, length: int) -> tuple[RequestState, int]:
         state, length = self._unfinished(), as_count(verb, length)
         self._executor.check_open()
@@ -849,14 +785,116 @@ class Request:
             )
         return state, length
 
-    def __repr__(self) -> str:
-        return f"<Request {self._stage()}, {len(self._tokens)} tokens>"
+    def _loaded(self) -> RequestState:
+        state = self._open()
+        if not state.loaded:
+            raise RequestStateError("call load() first: it says where the prefix ends")
+        return state
 
-    def _stage(self) -> str:
-        state = self._state
-        if state is None:
-            return "closed" if self._closed else "not entered"
-        if state.loaded:
-            restored = f"{state.hit_tokens(self._planner.state.page_size)} restored"
-            return f"finished, {restored}" if state.finished else f"loaded, {restored}"
-        return "resting" if state.resting else f"matched, {self.hit.tokens} to restore"
+    def _unfinished(self) -> RequestState:
+        state = self._loaded()
+        if state.finished:
+            raise RequestStateError("the request is finished: its last checkpoint was final")
+        return state
+
+
+class EngineRequest(BaseRequest):
+    """A request that computes in pages of an engine's device memory; an async context manager, used once.
+
+    Order: enter (match and lock), `prefetch` (optional), `load` into pages that the engine names, then
+    `append` and `checkpoint` for each forward. The engine says which pages hold a prefix; there are no slots.
+    """
+
+    def load(self, *, into: NamedPages, after: Stream | None = None, counted: bool = True) -> Ticket:
+        """Enqueue the copies of the prefix and its states to the engine's pages.
+
+        Restores nothing after a device failure; see `hit`.
+
+        Args:
+            into: the engine's pages for the last pages of the hit, by pool that owns slots, in order; earlier
+                ones it has itself. None in place of a page: not wanted. Pools that share slots are copied
+                along.
+            after: the copies run after the work enqueued on this stream, such as forwards that still read the
+                pages.
+            counted: as of `Request.load`.
+
+        Raises:
+            RequestStateError: called twice, or the request rests.
+            UsageError: `into` names a pool or page that does not exist, a page twice, one that another load
+                is writing, or more pages than the hit needs.
+        """
+        state = self._loadable()
+        self._check_named("load", "into", into, after)
+        end, copies = state.lease.node, self._load_of_nothing(state)
+        if copies is None:
+            copies = self._planner.engine.load(state, into)
+        self._parts.prefetcher.leave(state)
+        return self._start_load(state, copies, end, after=after, counted=counted)
+
+    def checkpoint(
+        self, length: int, *, pages: NamedPages, after: Stream | None = None, final: bool = False
+    ) -> Ticket:
+        """Copy to the host what it lacks of the whole pages up to `length` tokens, and the state there.
+
+        It is published when it has arrived; storage follows by the write policy. The engine keeps the pages
+        as they are until the ticket is done. Nothing is published after a device failure.
+
+        Args:
+            length: where a forward ended; at most the appended length.
+            pages: the engine's pages with the last pages of the prefix, by pool that owns slots, in order;
+                best all of them, as only missing ones are copied. None in place of a page: it is not there. A
+                gap before the end of what the host has ends the backup.
+            after: the stream of the forward; copies run after the work enqueued on it.
+            final: the request computes nothing more.
+
+        Returns:
+            The ticket of the copies.
+
+        Raises:
+            RequestStateError: `length` is out of range.
+            UsageError: `pages` names a pool or page that does not exist, or a page twice.
+        """
+        after = after or self._stream
+        self._check_named("checkpoint", "pages", pages, after)
+        state, length = self._in_use(), as_count("checkpoint", length)
+        if state.finished:
+            raise RequestStateError("the request is finished: its last checkpoint was final")
+        self._check_known(length)
+        size = self._planner.state.page_size
+        copies = self._planner.engine.backup(
+            state, length // size, pages, states=length % size == 0, usable=self._publishes(state)
+        )
+        state.finished = final
+        self._order_after(state, after)
+        ticket = self._executor.run(copies, self._on_wait(state))
+        return ticket or done_ticket(self._planner.state.spec.layers, self._on_wait(state))
+
+    def _check_known(self, length: int) -> None:
+        """
+        Raises:
+            RequestStateError: `length` is behind what is known of the prefix.
+        """
+        cache, known = self._planner.state, len(self._tokens)
+        if self._page_keys:
+            known = known // cache.page_words * cache.page_size
+        if not 0 <= length < known + (cache.page_size if self._page_keys else 1):
+            raise RequestStateError(
+                f"length {length}: the prefix is known up to {known} tokens; append() first"
+            )
+
+    def _check_named(self, verb: str, name: str, pages: NamedPages, after: Stream | None) -> None:
+        """
+        Raises:
+            UsageError: no pages are named, or a stream is given to a cache that hands its copies out.
+        """
+        if not isinstance(pages, Mapping):
+            raise UsageError(f"{verb}({name}=...) must name the engine's pages by pool, not {pages!r}")
+        if after is not None and not self._executor.copies_here:
+            raise UsageError(f"{verb}(after=...): the copies run elsewhere, where this stream is not known")
+        self._executor.check_stream(after)
+
+    if not TYPE_CHECKING:  # a type checker knows
+
+        def __getattr__(self, name: str) -> object:
+            why = ": an engine owns the device memory, and names its pages" if hasattr(Request, name) else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{why}")

@@ -9,10 +9,10 @@ Without `instrument`, this module is never imported, and a cache only compares a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Generic, Self, TypeVar
 
 from opentelemetry import context as context_api
 from opentelemetry import trace
@@ -20,9 +20,9 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from asynchicache.cache import HybridCache
+from asynchicache.cache import EngineCache, HybridCache
 from asynchicache.controller.cache_parts import CacheParts
-from asynchicache.controller.request import Hit, Request
+from asynchicache.controller.request import BaseRequest, EngineRequest, Hit, Request
 from asynchicache.planner.engine_pages import NamedPages
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.ticket import Ticket
@@ -32,22 +32,30 @@ PREFIX = "asynchicache."
 
 _propagator = TraceContextTextMapPropagator()
 
+TracedKind = TypeVar("TracedKind", bound=BaseRequest)
 
-def instrument(cache: HybridCache, provider: TracerProvider | None = None) -> None:
+
+def instrument(cache: HybridCache | EngineCache, provider: TracerProvider | None = None) -> None:
     """Start tracing a cache; `cache.trace(None)` stops it.
 
     Args:
         cache: the cache.
         provider: creates the spans. Default: the application's global provider.
     """
-    cache.trace(CacheTracer(cache, trace.get_tracer("asynchicache", tracer_provider=provider)))
+    tracer, size = trace.get_tracer("asynchicache", tracer_provider=provider), cache.spec.page_size
+    if isinstance(cache, EngineCache):
+        cache.trace(CacheTracer(TracedEngineRequest, size, tracer))
+    else:
+        cache.trace(CacheTracer(TracedRequest, size, tracer))
 
 
-class CacheTracer:
+class CacheTracer(Generic[TracedKind]):
     """Starts the spans of one cache; see `docs/howto/observability.md` for their attributes."""
 
-    def __init__(self, cache: HybridCache, tracer: trace.Tracer) -> None:
-        self._page_size = cache.spec.page_size
+    def __init__(self, kind: Callable[..., TracedKind], page_size: int, tracer: trace.Tracer) -> None:
+        """`kind`: of the cache's requests."""
+        self._kind = kind
+        self._page_size = page_size
         self._tracer = tracer
 
     def request(
@@ -57,7 +65,7 @@ class CacheTracer:
         seed: bytes,
         traceparent: str | None,
         prompt: int | None = None,
-    ) -> Request:
+    ) -> TracedKind:
         """Return a request whose spans are children of `traceparent`.
 
         They are children of the current span if `traceparent` is None or malformed.
@@ -65,7 +73,7 @@ class CacheTracer:
         current = context_api.get_current()
         carrier = {} if traceparent is None else {"traceparent": traceparent}
         parent = _propagator.extract(carrier, context=current)
-        return TracedRequest(parts, tokens, seed, self, parent, prompt)
+        return self._kind(parts, tokens, seed, self, parent, prompt)
 
     @contextmanager
     def span(self, name: str, **attributes: str | int) -> Iterator[trace.Span]:
@@ -105,15 +113,15 @@ class OpenSpan:
         self._span.end()
 
 
-class TracedRequest(Request):
-    """A request with spans for its phases; its copies and evictions are children of its parent span."""
+class _TracedPhases(BaseRequest):
+    """What traced requests of both kinds have spans for."""
 
     def __init__(
         self,
         parts: CacheParts,
         tokens: array[int],
         seed: bytes,
-        tracer: CacheTracer,
+        tracer: CacheTracer[Any],
         parent: Context,
         prompt: int | None = None,
     ) -> None:
@@ -142,11 +150,21 @@ class TracedRequest(Request):
             span.set_attributes(_hit(hit))
         return hit
 
-    def load(
-        self, *, into: NamedPages | None = None, after: Stream | None = None, counted: bool = True
-    ) -> Ticket:
+    @contextmanager
+    def _beneath_parent(self) -> Iterator[None]:
+        token = context_api.attach(self._parent)
+        try:
+            yield
+        finally:
+            context_api.detach(token)
+
+
+class TracedRequest(_TracedPhases, Request):
+    """A request with spans for its phases; its copies and evictions are children of its parent span."""
+
+    def load(self, *, counted: bool = True) -> Ticket:
         with self._beneath_parent():  # the copy has its own span, which ends when the copy completes
-            return super().load(into=into, after=after, counted=counted)
+            return super().load(counted=counted)
 
     def extend(self, tokens: int) -> dict[str, list[int]]:
         with self._beneath_parent():
@@ -160,24 +178,23 @@ class TracedRequest(Request):
         with self._beneath_parent():
             return super().snapshot(length, after=after)
 
+    def checkpoint(self, length: int, *, after: Stream | None = None, final: bool = False) -> Ticket:
+        with self._beneath_parent(), self._tracer.span("checkpoint", tokens=length):
+            return super().checkpoint(length, after=after, final=final)
+
+
+class TracedEngineRequest(_TracedPhases, EngineRequest):
+    """The same for pages of an engine."""
+
+    def load(self, *, into: NamedPages, after: Stream | None = None, counted: bool = True) -> Ticket:
+        with self._beneath_parent():
+            return super().load(into=into, after=after, counted=counted)
+
     def checkpoint(
-        self,
-        length: int,
-        *,
-        pages: NamedPages | None = None,
-        after: Stream | None = None,
-        final: bool = False,
+        self, length: int, *, pages: NamedPages, after: Stream | None = None, final: bool = False
     ) -> Ticket:
         with self._beneath_parent(), self._tracer.span("checkpoint", tokens=length):
             return super().checkpoint(length, pages=pages, after=after, final=final)
-
-    @contextmanager
-    def _beneath_parent(self) -> Iterator[None]:
-        token = context_api.attach(self._parent)
-        try:
-            yield
-        finally:
-            context_api.detach(token)
 
 
 def _hit(hit: Hit) -> dict[str, str | int]:

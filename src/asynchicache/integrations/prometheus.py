@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from asynchicache.cache import HybridCache
+from asynchicache.cache import EngineCache, HybridCache
 from asynchicache.controller.statistics import CacheStatistics
 from asynchicache.errors import ConfigError
 from asynchicache.histograms import SECONDS, Distribution
@@ -42,7 +42,11 @@ class CacheCollector(Collector):
     """
 
     def __init__(
-        self, cache: HybridCache, *, labels: Mapping[str, str] | None = None, patience: float = 2.0
+        self,
+        cache: HybridCache | EngineCache,
+        *,
+        labels: Mapping[str, str] | None = None,
+        patience: float = 2.0,
     ) -> None:
         used = {name for family in FAMILIES for name in family.labels} | {"model", "page_size"}
         taken = sorted(used.intersection(labels or {}))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from asynchicache.cache import HybridCache
+from asynchicache.cache import EngineCache, HybridCache
 
 
-def assert_clean(cache: HybridCache) -> None:
+def assert_clean(cache: HybridCache | EngineCache) -> None:
     """Check that an idle cache holds only evictable data. Call it after `cache.drain()`.
 
     Raises:

@@ -7,9 +7,9 @@ import random
 from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
-from asynchicache.cache import HybridCache
+from asynchicache.cache import EngineCache, HybridCache
 from asynchicache.config import CacheConfig
 from asynchicache.openings import Opening
 from asynchicache.pools.engine import EngineMemory
@@ -135,6 +135,28 @@ class SeededWorld:
         """Sleep for a random time; `testing.faults.Latency(..., sleep=world.sleep)` makes storage slow."""
         await asyncio.sleep(self.random.expovariate(1 / mean_seconds) if mean_seconds > 0 else 0)
 
+    @overload
+    def open_cache(
+        self,
+        spec: ModelSpec,
+        config: CacheConfig | None = None,
+        *,
+        storage: StorageBackend | None = None,
+        device: Device | None = None,
+        engine: None = None,
+    ) -> Opening[HybridCache]: ...
+
+    @overload
+    def open_cache(
+        self,
+        spec: ModelSpec,
+        config: CacheConfig | None = None,
+        *,
+        storage: StorageBackend | None = None,
+        device: Device | None = None,
+        engine: EngineMemory,
+    ) -> Opening[EngineCache]: ...
+
     def open_cache(
         self,
         spec: ModelSpec,
@@ -143,7 +165,7 @@ class SeededWorld:
         storage: StorageBackend | None = None,
         device: Device | None = None,
         engine: EngineMemory | None = None,
-    ) -> Opening[HybridCache]:
+    ) -> Opening[HybridCache] | Opening[EngineCache]:
         """`HybridCache.open` in this world. Default device: `self.device()`.
 
         Set the pools' sizes explicitly: sizes derived from the machine's memory do not follow from the seed.

@@ -16,7 +16,6 @@ import torch
 from asynchicache.cache import HybridCache, Request
 from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.errors import RequestStateError
-from asynchicache.planner.engine_pages import NamedPages
 from asynchicache.specs import PoolSpec
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.fences import Fence, HostFence
@@ -141,10 +140,8 @@ class WatchedRequest(Request):
         self._new: set[tuple[str, int]] = set()  # slots that were filled, by pool
         self._published: dict[str, tuple[int, bytes]] = {}  # by pool, the length and bytes of its last state
 
-    def load(
-        self, *, into: NamedPages | None = None, after: Stream | None = None, counted: bool = True
-    ) -> Ticket:
-        ticket = super().load(into=into, after=after, counted=counted)
+    def load(self, *, counted: bool = True) -> Ticket:
+        ticket = super().load(counted=counted)
         self._tickets.clear()
         self._new.clear()
         self._published.clear()
@@ -173,20 +170,13 @@ class WatchedRequest(Request):
         self._snapshot = length
         return self._hand_out("snapshot", ticket)
 
-    def checkpoint(
-        self,
-        length: int,
-        *,
-        pages: NamedPages | None = None,
-        after: Stream | None = None,
-        final: bool = False,
-    ) -> Ticket:
+    def checkpoint(self, length: int, *, after: Stream | None = None, final: bool = False) -> Ticket:
         if not self._suspending:
             self._check_tickets("checkpoint")
-        if pages is None and self._watches:
+        if self._watches:
             _, length = self._checked("checkpoint", length)
             self._look(length)
-        ticket = super().checkpoint(length, pages=pages, after=after, final=final)
+        ticket = super().checkpoint(length, after=after, final=final)
         return ticket if final or self._suspending else self._hand_out("checkpoint", ticket)
 
     def suspend(self, length: int, *, after: Stream | None = None) -> None:

@@ -7,11 +7,13 @@ checked when the stream reaches the forward, not when the forward is enqueued.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple
 
-from asynchicache.cache import HybridCache, Request
+from asynchicache.cache import BaseCache, Request, RequestKind
+from asynchicache.controller.request import BaseRequest
 from asynchicache.errors import CapacityError, ClosedError, DeviceError, TransferError, UsageError
 from asynchicache.hashing import page_digests
 from asynchicache.streams.base import Stream
@@ -40,7 +42,7 @@ class PoolSlots(NamedTuple):
     last: int | None = None
 
 
-def resumable_tokens(cache: HybridCache, request: Request) -> int:
+def resumable_tokens(cache: BaseCache[Any], request: BaseRequest) -> int:
     """The tokens of a request behind which a later prompt can go on, if `durable` is True."""
     state = request.inspect()
     if state is None:
@@ -50,7 +52,7 @@ def resumable_tokens(cache: HybridCache, request: Request) -> int:
     return (promise.end - 1) * page_size + promise.tail if promise.tail else promise.end * page_size
 
 
-class ChaosEngine:
+class BaseChaosEngine(ABC, Generic[RequestKind]):
     """Serves requests on one cache.
 
     Attributes:
@@ -66,13 +68,13 @@ class ChaosEngine:
 
     def __init__(
         self,
-        cache: HybridCache,
+        cache: BaseCache[RequestKind],
         device: ChaosDevice,
         oracle: Callable[[], ByteOracle],
         names: PageNames,
         draws: FaultDraws,
         ledger: Ledger,
-        hits: Callable[[ChaosEngine], HitOracle],
+        hits: Callable[[BaseChaosEngine[Any]], HitOracle],
         promises: DurabilityOracle | None,
         identity: Callable[[], object],
     ) -> None:
@@ -128,7 +130,7 @@ class ChaosEngine:
         tensors = self.cache.spec.pool(part.pool).tensors
         return bool(part.slots) and (layer is None or any(layer in tensor.layers for tensor in tensors))
 
-    async def promised(self, request: Request, turn: ClientTurn, length: int, identity: object) -> None:
+    async def promised(self, request: BaseRequest, turn: ClientTurn, length: int, identity: object) -> None:
         """Wait until `length` tokens of a request are in storage. If `durable()` is True, check the store.
 
         If the request is finished, storage has its last page too, if ends may be inside one.
@@ -183,8 +185,54 @@ class ChaosEngine:
             if not self.closing:
                 self.verify("after a request")
 
-    def request(self, turn: ClientTurn) -> Request:
+    def request(self, turn: ClientTurn) -> RequestKind:
         return self.cache.request(turn.prompt, namespace=turn.tenant, salt=turn.salt, hint=HINTS[turn.hint])
+
+    @abstractmethod
+    async def serve(self, turn: ClientTurn) -> None:
+        """Run one request, from match to release."""
+
+    async def _matched(self, request: BaseRequest, turn: ClientTurn) -> HitCase:
+        """What a request does before it loads."""
+        case = self.hits.opened(request, seed_of(turn))
+        case.least = turn.least
+        if turn.patience != 0:
+            await self.prefetch(request, case, turn.patience)
+        if turn.rest is not None:
+            self.did("rest")
+            request.rest()
+            await asyncio.sleep(turn.rest)
+            request.rematch()
+            self.hits.matched(request, case)
+        return case
+
+    async def _run(self, forwards: BaseForwards[Any], turn: ClientTurn, request: BaseRequest) -> None:
+        """Run a request's forwards, and close it."""
+        try:
+            await forwards.run()
+        except _Aborted:
+            self._draws.count("request.abort")
+        finally:
+            self.did("close")
+            if not turn.leaves:
+                request.close(after=self.stream)
+
+    def _count(self, request: BaseRequest) -> None:
+        hit, served = request.hit, self.ledger.served
+        served["nowhere"] += len(request.tokens) - hit.tokens
+        served.update({tier.name.lower(): tokens for tier, tokens in hit.by_tier.items()})
+
+    async def prefetch(self, request: BaseRequest, case: HitCase, patience: float | None) -> None:
+        """Prefetch; with a `patience`, cancel after that time."""
+        self.did("prefetch")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                with self.hits.prefetching(request, case, patient=patience is None):
+                    await request.prefetch()
+
+
+class ChaosEngine(BaseChaosEngine[Request]):
+    """Serves requests on a cache with device memory of its own."""
 
     async def serve(self, turn: ClientTurn) -> None:
         """Run one request, from match to release."""
@@ -206,56 +254,20 @@ class ChaosEngine:
             self._count(request)
             await self._run(forwards, turn, request)
 
-    async def _matched(self, request: Request, turn: ClientTurn) -> HitCase:
-        """What a request does before it loads."""
-        case = self.hits.opened(request, seed_of(turn))
-        case.least = turn.least
-        if turn.patience != 0:
-            await self.prefetch(request, case, turn.patience)
-        if turn.rest is not None:
-            self.did("rest")
-            request.rest()
-            await asyncio.sleep(turn.rest)
-            request.rematch()
-            self.hits.matched(request, case)
-        return case
-
-    async def _run(self, forwards: Forwards, turn: ClientTurn, request: Request) -> None:
-        """Run a request's forwards, and close it."""
-        try:
-            await forwards.run()
-        except _Aborted:
-            self._draws.count("request.abort")
-        finally:
-            self.did("close")
-            if not turn.leaves:
-                request.close(after=self.stream)
-
-    def _count(self, request: Request) -> None:
-        hit, served = request.hit, self.ledger.served
-        served["nowhere"] += len(request.tokens) - hit.tokens
-        served.update({tier.name.lower(): tokens for tier, tokens in hit.by_tier.items()})
-
-    async def prefetch(self, request: Request, case: HitCase, patience: float | None) -> None:
-        """Prefetch; with a `patience`, cancel after that time."""
-        self.did("prefetch")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(patience):
-                with self.hits.prefetching(request, case, patient=patience is None):
-                    await request.prefetch()
-
 
 class _Aborted(Exception):
     """The client gave up, as its script demands."""
 
 
-class Forwards:
+class BaseForwards(ABC, Generic[RequestKind]):
     """One request's forwards on the compute stream.
 
     The first forward after a copy runs layer by layer, each after that layer's fences, as in an engine.
     """
 
-    def __init__(self, engine: ChaosEngine, request: Request, turn: ClientTurn, ticket: Ticket) -> None:
+    def __init__(
+        self, engine: BaseChaosEngine[RequestKind], request: RequestKind, turn: ClientTurn, ticket: Ticket
+    ) -> None:
         self._engine = engine
         self._request = request
         self._turn = turn
@@ -277,13 +289,79 @@ class Forwards:
             engine.did("append")
             request.append([token])
             await self._forward(len(request.tokens))  # which are more than one if it was suspended
-        if turn.through:
-            self._go_through(turn.through)
-        else:
-            engine.did("checkpoint")
-            await self._follow(self._publish(self.done, final=turn.final))
+        await self._end()
         if turn.durable:
             await engine.promised(request, turn, self.done, self._identity)
+
+    async def _end(self) -> None:
+        self._engine.did("checkpoint")
+        await self._follow(self._publish(self.done, final=self._turn.final))
+
+    @abstractmethod
+    async def _forward(self, stop: int) -> None:
+        """Compute up to `stop` tokens, each forward followed by its pace."""
+
+    @abstractmethod
+    def _publish(self, length: int, *, final: bool = False) -> Ticket: ...
+
+    @abstractmethod
+    def _read(self) -> list[PoolSlots]:
+        """The slots that the next forward reads: those of the tokens computed so far."""
+
+    @abstractmethod
+    def _written(self, length: int) -> list[PoolSlots]:
+        """The slots that a forward to `length` tokens writes."""
+
+    def _count_down(self) -> None:
+        """
+        Raises:
+            _Aborted: the client gives up before this forward.
+        """
+        if self._left == 0:
+            raise _Aborted
+        self._left = self._left and self._left - 1
+
+    def _digests(self) -> list[bytes]:
+        if self._engine.page_tokens is not None:
+            self._engine.page_tokens.note(self._request.tokens, self._seed)
+            return page_digests(self._request.tokens, self._engine.cache.spec.page_size, self._seed)
+        return self._engine.names.of(self._request.tokens, self._turn)
+
+    def _compute(self, length: int) -> None:
+        """Run a forward to `length` tokens, whose slots are reserved: check what it reads, write the rest."""
+        engine, tickets = self._engine, self._tickets
+        read, written = self._read(), self._written(length)
+        where = f"{self.done} tokens into a prompt of {len(self._turn.prompt)}, tenant {self._turn.tenant}"
+        layers: Sequence[int | None] = range(engine.cache.spec.layers) if tickets else [None]
+        for layer in layers:
+            if layer is not None:
+                for ticket in tickets:
+                    ticket.fence(layer).wait_on(engine.stream)
+            for part in read:
+                engine.expect(part, layer, where, self._oracle)
+            for part in written:
+                engine.write(part, layer, self._oracle)
+        self._tickets, self._restored, self.done = [], False, length
+
+    async def _follow(self, ticket: Ticket) -> None:
+        """Order the next forward after a copy."""
+        await ticket.submitted()
+        self._tickets.append(ticket)
+
+    @staticmethod
+    async def _pause(pace: Pace) -> None:
+        if pace.pause:
+            await asyncio.sleep(pace.pause)
+
+
+class Forwards(BaseForwards[Request]):
+    """The forwards of one request in the cache's own device memory."""
+
+    async def _end(self) -> None:
+        if self._turn.through:
+            self._go_through(self._turn.through)
+        else:
+            await super()._end()
 
     def _go_through(self, steps: Sequence[str]) -> None:
         """Suspend the request at its end, and perhaps match it again, and let it rest again."""
@@ -339,15 +417,6 @@ class Forwards:
         self._oracle, self._identity = engine.oracle, engine.identity
         await ticket.submitted()
         self._tickets, self._restored, self.done = [ticket], True, request.hit.tokens
-
-    def _count_down(self) -> None:
-        """
-        Raises:
-            _Aborted: the client gives up before this forward.
-        """
-        if self._left == 0:
-            raise _Aborted
-        self._left = self._left and self._left - 1
 
     def _publish(self, length: int, *, final: bool = False) -> Ticket:
         return self._request.checkpoint(length, after=self._engine.stream, final=final)
@@ -410,33 +479,6 @@ class Forwards:
         slots = [request.pages(name)[whole - request.first_page(name)] for name in pools]
         return [PoolSlots(name, [slot], end, first, rest) for name, slot in zip(pools, slots, strict=True)]
 
-    def _digests(self) -> list[bytes]:
-        if self._engine.page_tokens is not None:
-            self._engine.page_tokens.note(self._request.tokens, self._seed)
-            return page_digests(self._request.tokens, self._engine.cache.spec.page_size, self._seed)
-        return self._engine.names.of(self._request.tokens, self._turn)
-
-    def _compute(self, length: int) -> None:
-        """Run a forward to `length` tokens, whose slots are reserved: check what it reads, write the rest."""
-        engine, tickets = self._engine, self._tickets
-        read, written = self._read(), self._written(length)
-        where = f"{self.done} tokens into a prompt of {len(self._turn.prompt)}, tenant {self._turn.tenant}"
-        layers: Sequence[int | None] = range(engine.cache.spec.layers) if tickets else [None]
-        for layer in layers:
-            if layer is not None:
-                for ticket in tickets:
-                    ticket.fence(layer).wait_on(engine.stream)
-            for part in read:
-                engine.expect(part, layer, where, self._oracle)
-            for part in written:
-                engine.write(part, layer, self._oracle)
-        self._tickets, self._restored, self.done = [], False, length
-
-    async def _follow(self, ticket: Ticket) -> None:
-        """Order the next forward after a copy."""
-        await ticket.submitted()
-        self._tickets.append(ticket)
-
     async def _afterwards(self, pace: Pace) -> None:
         engine, request, done = self._engine, self._request, self.done
         if pace.snapshot and done % engine.cache.spec.page_size == 0:
@@ -452,8 +494,3 @@ class Forwards:
             engine.did("checkpoint")
             await self._follow(self._publish(done * pace.again // 100))
         await self._pause(pace)
-
-    @staticmethod
-    async def _pause(pace: Pace) -> None:
-        if pace.pause:
-            await asyncio.sleep(pace.pause)

@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-from asynchicache.cache import HybridCache, Request
+from asynchicache.cache import BaseCache
 from asynchicache.config import PrefetchOptions
+from asynchicache.controller.request import BaseRequest
 from asynchicache.hashing import ObjectKey, page_digests, tail_digests
 from asynchicache.planner.observer import Observer
 from asynchicache.planner.readings import StorageRead
@@ -119,7 +121,7 @@ class HitOracle(Observer):
 
     def __init__(
         self,
-        cache: HybridCache,
+        cache: BaseCache[Any],
         storage: ChaosStorage,
         options: PrefetchOptions,
         draws: FaultDraws,
@@ -154,7 +156,7 @@ class HitOracle(Observer):
             MissReason.WINDOW: any(pool.per_token for pool in cache.spec.owners[1:]),
         }
         self._waiting: list[HitCase] = []
-        self._asking: list[tuple[Request, set[bytes]]] = []
+        self._asking: list[tuple[BaseRequest, set[bytes]]] = []
         self._wanted: dict[bytes, float] = {}
         self.recency = recency
         self._pools = [pool.name for pool in cache.spec.pools]
@@ -189,14 +191,14 @@ class HitOracle(Observer):
 
     # Stages of a request
 
-    def opened(self, request: Request, seed: bytes) -> HitCase:
+    def opened(self, request: BaseRequest, seed: bytes) -> HitCase:
         """A request has just matched."""
         tokens = array("q", request.tokens)  # a copy, because generated tokens are appended to the request's
         case = HitCase(tokens, seed, (len(tokens) - 1) // self._size, epoch=self._tree.epoch)
         self.matched(request, case)
         return case
 
-    def matched(self, request: Request, case: HitCase, *, now: bool = True) -> None:
+    def matched(self, request: BaseRequest, case: HitCase, *, now: bool = True) -> None:
         """Check that the match is in memory. `now`: the request just matched, so it must have matched all."""
         if self._is_over(case):
             return
@@ -212,7 +214,7 @@ class HitOracle(Observer):
         """Whether the weights are changing, or have changed since the request began."""
         return self._changing or case.epoch != self._tree.epoch
 
-    def _matched_tokens(self, request: Request, case: HitCase, whole: int, *, now: bool) -> None:
+    def _matched_tokens(self, request: BaseRequest, case: HitCase, whole: int, *, now: bool) -> None:
         """As `matched`, where prefixes may end inside a page."""
         got, there = request.hit.tokens, whole * self._size
         if self._uses_tails(case.tokens):
@@ -228,7 +230,7 @@ class HitOracle(Observer):
         return there
 
     @contextmanager
-    def prefetching(self, request: Request, case: HitCase, *, patient: bool) -> Iterator[None]:
+    def prefetching(self, request: BaseRequest, case: HitCase, *, patient: bool) -> Iterator[None]:
         """A request waits for storage. `patient`: as long as the policy allows."""
         self._asking.append((request, self._begin(case)))
         refusals, answered = self._refusals, False
@@ -345,7 +347,7 @@ class HitOracle(Observer):
                 found[component_id] = self._storage.has(self._state.sharing(component_id), digests)
         return found
 
-    def _answered(self, request: Request, case: HitCase, *, patient: bool) -> None:
+    def _answered(self, request: BaseRequest, case: HitCase, *, patient: bool) -> None:
         # Until one trial call has succeeded, however long after the fault, a breaker refuses all others. The
         # trial may be another request's, and have closed the breaker since.
         calm = case.admitted and self._storage.calm_since(case.began, self._inside)
@@ -419,7 +421,7 @@ class HitOracle(Observer):
             )
 
     @contextmanager
-    def loading(self, request: Request, case: HitCase) -> Iterator[None]:
+    def loading(self, request: BaseRequest, case: HitCase) -> Iterator[None]:
         """The body loads the request's match, without awaiting anything."""
         matched, refusals = request.hit.tokens, self._refusals
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
@@ -445,7 +447,7 @@ class HitOracle(Observer):
             path = self.path(case.tokens, case.seed, request.hit.tokens // self._size)
             self.recency.restored(path, lambda key: self.costs.knows(key.pool, key.digest))
 
-    def _check_least(self, request: Request, case: HitCase) -> None:
+    def _check_least(self, request: BaseRequest, case: HitCase) -> None:
         hit = request.hit
         if hit.reason is MissReason.CHEAPER_TO_COMPUTE:
             return  # by choice
@@ -490,7 +492,7 @@ class HitOracle(Observer):
         keys = [self._storage.key(pool, digest) for pool in self._state.sharing(component_id)]
         return [key for key in keys if key is not None]
 
-    def _check_reason(self, request: Request, case: HitCase) -> None:
+    def _check_reason(self, request: BaseRequest, case: HitCase) -> None:
         pages, reason = request.hit.tokens // self._size, request.hit.reason
         if (reason is MissReason.NONE) != (pages >= case.limit):
             self._violated(f"reason: {reason.value}, with {pages} of {case.limit} pages")
@@ -577,7 +579,7 @@ class HitOracle(Observer):
         self._ledger.violations.append(words)
 
 
-def _is_waiting(request: Request) -> bool:
+def _is_waiting(request: BaseRequest) -> bool:
     """Whether a request may still use what is read for it: it is neither loaded nor closed."""
     state = request.inspect()
     return state is not None and not state.loaded

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from asynchicache.cache import HybridCache
+from asynchicache.cache import BaseCache
 from asynchicache.layouts import POISON
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.observer import Observer
@@ -25,7 +26,7 @@ class SlotOracle(Observer):
         violations: allocations of slots that must never be reused.
     """
 
-    def __init__(self, cache: HybridCache) -> None:
+    def __init__(self, cache: BaseCache[Any]) -> None:
         self._inside = inside = cache.inspect()
         self._state = state = inside.planner.state
         self._poisons = True

@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
+from typing import Any
 
-from asynchicache.cache import HybridCache
+import torch
+
+from asynchicache.cache import EngineCache, HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions
 from asynchicache.errors import CapacityError, StorageError, UsageError
 from asynchicache.storage.limits import PoolLimits
@@ -15,7 +18,7 @@ from asynchicache.testing.oracle import ByteOracle, HostOracle, PageTokens
 from asynchicache.testing.paged import PagedMemory
 from asynchicache.testing.seeded import SeededWorld
 from asynchicache.types import PrefetchPolicy
-from asynchicache_lab.chaos.clients import FOREVER, ChaosEngine
+from asynchicache_lab.chaos.clients import FOREVER, BaseChaosEngine, ChaosEngine
 from asynchicache_lab.chaos.faults import (
     ChaosDevice,
     FaultDraws,
@@ -188,14 +191,13 @@ class _LifeRun:
         oracle = HostOracle(self._spec, self._life.layout, self._identity, self._page_tokens)
         return HostPages(oracle, self._identity, self._names)
 
-    def _engine(self, cache: HybridCache) -> ChaosEngine:
+    def _engine(self, cache: HybridCache | EngineCache) -> BaseChaosEngine[Any]:
         life, paged = self._life, self._paged
-        tensor = cache.device_tensor if paged is None else paged.tensor
+        kind, tensor = self._kind(cache)
 
         def oracle() -> ByteOracle:
             return ByteOracle(self._spec, tensor, self._identity, self._page_tokens)
 
-        kind = ChaosEngine if self._paged is None else PagedChaosEngine
         engine = kind(
             cache,
             self._device,
@@ -207,11 +209,20 @@ class _LifeRun:
             self._promises,
             lambda: (self._weights, life.salt, life.dtype, life.rank, life.ranks, life.layout),
         )
-        if isinstance(engine, PagedChaosEngine) and self._paged is not None:
-            engine.blocks = ChaosBlocks(self._spec, self._paged)
+        if isinstance(engine, PagedChaosEngine) and paged is not None:
+            engine.blocks = ChaosBlocks(self._spec, paged)
         return engine
 
-    def _hit_oracle(self, engine: ChaosEngine) -> HitOracle:
+    def _kind(
+        self, cache: HybridCache | EngineCache
+    ) -> tuple[Callable[..., BaseChaosEngine[Any]], Callable[[str, str], torch.Tensor]]:
+        """The engine that uses a cache, and the device memory, by pool and tensor."""
+        if isinstance(cache, HybridCache):
+            return ChaosEngine, cache.device_tensor
+        assert self._paged is not None
+        return PagedChaosEngine, self._paged.tensor
+
+    def _hit_oracle(self, engine: BaseChaosEngine[Any]) -> HitOracle:
         options = life_prefetch(self._life)
         return HitOracle(
             engine.cache,
@@ -223,7 +234,7 @@ class _LifeRun:
             self._recency,
         )
 
-    def _open(self) -> AbstractAsyncContextManager[HybridCache]:
+    def _open(self) -> AbstractAsyncContextManager[HybridCache | EngineCache]:
         storage = self._storage.backend if self._life.weights is not None else None
         config = life_config(self._life, tails=self._page_tokens is not None)
         if self._life.hashing:
@@ -235,7 +246,7 @@ class _LifeRun:
         memory = None if self._paged is None else self._paged.memory
         return self._world.open_cache(self._spec, config, storage=storage, device=self._device, engine=memory)
 
-    async def _live(self, engine: ChaosEngine) -> list[asyncio.Task[None]]:
+    async def _live(self, engine: BaseChaosEngine[Any]) -> list[asyncio.Task[None]]:
         """Run clients and events until the clients are done or it is time to close."""
         if self._promises is not None and self._life.weights is not None:
             patient = self._life.prefetch is PrefetchPolicy.WAIT_COMPLETE
@@ -251,12 +262,13 @@ class _LifeRun:
             self._draws.count("cache.close")
         if not engine.closing or self._world.random.random() < 0.5:
             await _stop([happening, *self._restarts])
-            if self._life.steady is not None and not engine.closing:
-                await SteadyTraffic(engine, self._life.steady, self._storage.backend).run()
+            steady = self._life.steady
+            if steady is not None and isinstance(engine, ChaosEngine) and not engine.closing:
+                await SteadyTraffic(engine, steady, self._storage.backend).run()
             return tasks
         return [*tasks, happening]
 
-    async def _client(self, engine: ChaosEngine, client: ChaosClient) -> None:
+    async def _client(self, engine: BaseChaosEngine[Any], client: ChaosClient) -> None:
         try:
             async with asyncio.timeout(client.cancel) as patience:
                 await engine.serve_all(client)
@@ -265,7 +277,7 @@ class _LifeRun:
                 raise
             self._draws.count("client.cancel")
 
-    async def _happen(self, engine: ChaosEngine) -> None:
+    async def _happen(self, engine: BaseChaosEngine[Any]) -> None:
         """Run the events. Refusals that are allowed are not violations."""
         for event in self._life.events:
             await asyncio.sleep(event.wait)
@@ -274,7 +286,7 @@ class _LifeRun:
             if not engine.closing:
                 engine.verify(f"after {event.what}")
 
-    async def _one_event(self, engine: ChaosEngine, event: ScriptEvent) -> None:
+    async def _one_event(self, engine: BaseChaosEngine[Any], event: ScriptEvent) -> None:
         cache, storage, draws = engine.cache, self._storage, self._draws
         engine.did(event.what)
         match event.what:
@@ -308,7 +320,7 @@ class _LifeRun:
                 draws.count("clock.jump")
                 self._world.loop.skip(event.seconds)
 
-    async def _settle(self, engine: ChaosEngine, slots: SlotOracle) -> None:
+    async def _settle(self, engine: BaseChaosEngine[Any], slots: SlotOracle) -> None:
         """Stop all faults, then check that everything ends, nothing leaks, and one more request is served."""
         self._storage.mend()
         await asyncio.sleep(1.0)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from asynchicache.cache import Request
+from asynchicache.cache import EngineRequest
 from asynchicache.pools.sizing import FreeMemory, SizeOptions, plan_shared_host
 from asynchicache.specs import ModelSpec
 from asynchicache.testing.paged import PagedMemory
 from asynchicache.transfer.ticket import Ticket
 from asynchicache.types import WritePolicy
-from asynchicache_lab.chaos.clients import ChaosEngine, Forwards, PoolSlots
+from asynchicache_lab.chaos.clients import BaseChaosEngine, BaseForwards, PoolSlots
 from asynchicache_lab.chaos.script import CacheSizes, ClientTurn, Life, Pace, Script
 from asynchicache_lab.chaos.workload import host_bytes
 
@@ -136,7 +136,7 @@ class ChaosBlocks:
         self._leaving.append((tables, tickets))
 
 
-class PagedChaosEngine(ChaosEngine):
+class PagedChaosEngine(BaseChaosEngine[EngineRequest]):
     """Serves requests on a cache without device memory.
 
     Attributes:
@@ -171,13 +171,13 @@ class PagedChaosEngine(ChaosEngine):
                 self.blocks.leave(tables, tickets)
 
 
-class PagedForwards(Forwards):
+class PagedForwards(BaseForwards[EngineRequest]):
     """The forwards of one request in pages of its engine's own."""
 
     def __init__(
         self,
         engine: PagedChaosEngine,
-        request: Request,
+        request: EngineRequest,
         turn: ClientTurn,
         tables: dict[str, list[int]],
         tickets: list[Ticket],

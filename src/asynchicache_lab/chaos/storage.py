@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isclose
+from typing import Any
 
 from asynchicache.backends.memory import MemoryBackend, MemoryEngine
-from asynchicache.cache import HybridCache
+from asynchicache.cache import BaseCache
 from asynchicache.controller.inspection import Inspection
 from asynchicache.hashing import ObjectKey, page_digests
 from asynchicache.storage.breaker import BreakerState
@@ -175,7 +176,7 @@ class ChaosStorage:
         pools = inside.storage.statistics().values()
         return all(pool.breaker is BreakerState.CLOSED for pool in pools)
 
-    def wrongly_marked(self, cache: HybridCache) -> list[str]:
+    def wrongly_marked(self, cache: BaseCache[Any]) -> list[str]:
         """Describe pages that the cache believes to be stored, and never writes again, while storage lacks
         them; of a storage that loses nothing by itself."""
         counted, injected = self._draws.counted, self._faulty.injected

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -36,7 +37,7 @@ from asynchicache_lab.chaos.run import collection_watched, warnings_watched
 from asynchicache_lab.chaos.search import BATCH, carry_out, quick_collection
 from asynchicache_lab.ranks.delayed_link import DelayedLink
 from asynchicache_lab.ranks.group import LIMITS, RankOpening, seeded_group
-from asynchicache_lab.ranks.mirror import RankMirror
+from asynchicache_lab.ranks.mirror import BaseRankMirror
 from asynchicache_lab.ranks.oracles import wrong_sizes, wrongly_marked
 
 PAGE = 4
@@ -288,13 +289,13 @@ class _RankLife:
             self._report.tiers += Counter({str(tier): count for tier, count in served.items()})
             return mirror.weights
 
-    async def _update(self, mirror: RankMirror) -> None:
+    async def _update(self, mirror: BaseRankMirror[Any]) -> None:
         for _ in range(self._script.updates):
             await asyncio.sleep(self._world.random.expovariate(5))
             later = _WEIGHTS[1 - _WEIGHTS.index(mirror.weights)]  # pages of the first are in storage still
             await mirror.update_weights(later)
 
-    async def _verify(self, mirror: RankMirror) -> None:
+    async def _verify(self, mirror: BaseRankMirror[Any]) -> None:
         """What the ranks do agrees at any time."""
         chance = random.Random(f"{self._script.seed} verify")
         for _ in range(12):
@@ -303,7 +304,7 @@ class _RankLife:
             if mirror.group.failure is None:
                 self._report.violations += found
 
-    def _open(self) -> AbstractAsyncContextManager[RankMirror]:
+    def _open(self) -> AbstractAsyncContextManager[BaseRankMirror[Any]]:
         script, world = self._script, self._world
         devices = [
             world.device(mean_seconds=world.random.choice((1e-5, 1e-4, 1e-3))) for _ in range(script.ranks)
@@ -368,7 +369,7 @@ class _RankLife:
         else:
             link.spoil = lambda data: bytes([*data[:-1], data[-1] ^ 1])
 
-    async def _ask_promised(self, mirror: RankMirror) -> None:
+    async def _ask_promised(self, mirror: BaseRankMirror[Any]) -> None:
         """What `durable()` has promised in an earlier life is there, if no storage fails."""
         of_these = [
             (prompt, length)
@@ -387,7 +388,7 @@ class _RankLife:
                         f"{hit} of {length} durable tokens are back after a restart"
                     )
 
-    async def _client(self, mirror: RankMirror, number: int) -> None:
+    async def _client(self, mirror: BaseRankMirror[Any], number: int) -> None:
         chance = random.Random(f"{self._script.seed} {number} {len(self._prompts)}")
         for _ in range(self._script.turns):
             if chance.random() < 0.5:
@@ -408,7 +409,7 @@ class _RankLife:
                 if promised:
                     self._promised[mirror.weights, tuple(tokens)] = promised
 
-    async def _settle(self, mirror: RankMirror, *, lose: bool) -> None:
+    async def _settle(self, mirror: BaseRankMirror[Any], *, lose: bool) -> None:
         """Everything ends: no operation is left open, and the caches hold what they should."""
         for faults in self._faults:
             faults.rates = FaultRates()

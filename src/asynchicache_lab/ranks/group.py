@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import replace
 
-from asynchicache.cache import HybridCache
+from asynchicache.cache import EngineCache, HybridCache
 from asynchicache.config import CacheConfig
 from asynchicache.pools.engine import EngineMemory
 from asynchicache.ranks.group import RankGroup
@@ -22,7 +23,7 @@ from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.testing.paged import PagedMemory
 from asynchicache.testing.seeded import SeededWorld
 from asynchicache_lab.ranks.delayed_link import DelayedLink
-from asynchicache_lab.ranks.mirror import PagedRankMirror, RankMirror
+from asynchicache_lab.ranks.mirror import BaseRankMirror, PagedRankMirror, RankMirror
 
 LIMITS = RankLimits(joining=5.0, heartbeat=0.5, silence=3.0, copy_seconds=10.0, storage_seconds=20.0)
 _TOKEN = "secret"  # noqa: S105 - of groups that live in one loop
@@ -68,7 +69,7 @@ async def seeded_group(
     wire: float = 1e-4,
     share_host: bool = True,
     limits: RankLimits = LIMITS,
-) -> AsyncIterator[RankMirror]:
+) -> AsyncIterator[BaseRankMirror[Any]]:
     """A group of `ranks`, the leader first. `wire`: mean seconds of a message's way.
 
     Raises:
@@ -112,10 +113,10 @@ async def seeded_group(
                 engine=leading.engine,
                 group=group,
             )
-            cache = await stack.enter_async_context(opening)
-        workers = [joined[rank] for rank in sorted(joined)]
-        devices = [one.device for one in ranks]
-        if memories := [one.memory for one in ranks if one.memory is not None]:
+            cache: HybridCache | EngineCache = await stack.enter_async_context(opening)
+        workers, devices = [joined[rank] for rank in sorted(joined)], [one.device for one in ranks]
+        if isinstance(cache, EngineCache):
+            memories = [one.memory for one in ranks if one.memory is not None]
             yield PagedRankMirror(group, cache, workers, devices, links, world.random, memories)
         else:
             yield RankMirror(group, cache, workers, devices, links, world.random)

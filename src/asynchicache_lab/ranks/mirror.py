@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import torch
 
-from asynchicache.cache import HybridCache
-from asynchicache.controller.request import Request
+from asynchicache.cache import BaseCache, EngineCache, EngineRequest, HybridCache, Request, RequestKind
 from asynchicache.errors import RankError, StorageError, TransferError
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.ranks.group import RankGroup
@@ -42,13 +42,13 @@ class RankSlots(NamedTuple):
     last: int | None = None
 
 
-class RankMirror:
+class BaseRankMirror(ABC, Generic[RequestKind]):
     """An engine over all ranks: the leader serves requests, and every follower runs the same forwards."""
 
     def __init__(
         self,
         group: RankGroup,
-        cache: HybridCache,
+        cache: BaseCache[RequestKind],
         workers: Sequence[RankWorker],
         devices: Sequence[EmulatedDevice],
         links: Mapping[int, DelayedLink],
@@ -62,7 +62,7 @@ class RankMirror:
         self.violations: list[str] = []
         self.workers = workers
         self._chance = chance
-        self._ranks: tuple[HybridCache | RankWorker, ...] = (cache, *workers)
+        self._specs = [cache.spec, *(worker.spec for worker in workers)]
         self._known: dict[str, list[ByteOracle]] = {}
         self._streams = [device.stream("compute") for device in devices]
         self._turn = asyncio.Lock()
@@ -77,18 +77,18 @@ class RankMirror:
         if weights not in self._known:
             self._known[weights] = [
                 ByteOracle(
-                    one.spec,
+                    spec,
                     self._tensors(rank),
-                    partial(_identity, weights, one.spec, rank),
+                    partial(_identity, weights, spec, rank),
                     self._page_tokens,
                 )
-                for rank, one in enumerate(self._ranks)
+                for rank, spec in enumerate(self._specs)
             ]
         return self._known[weights]
 
+    @abstractmethod
     def _tensors(self, rank: int) -> Callable[[str, str], torch.Tensor]:
         """Returns the device memory of a rank, by pool and tensor."""
-        return self._ranks[rank].device_tensor
 
     async def update_weights(self, version: str) -> None:
         """Go on with other weights, between two forwards."""
@@ -96,63 +96,10 @@ class RankMirror:
             with suppress(StorageError):  # the cache goes on without storage
                 await self.cache.update_weights(version)
 
+    @abstractmethod
     async def serve(self, tokens: Sequence[int], *, durable: bool = False) -> tuple[int, int]:
         """Serve a prompt; returns the tokens of its hit, and how many are in storage then, as `durable` has
         promised, under the weights that the model has in the end."""
-        request = self.cache.request(tokens)
-        try:
-            await request.__aenter__()
-            await request.prefetch()
-            await request.admit()
-            ticket, weights = request.load(), self.weights
-            hit = request.hit.tokens
-            await request.reserve(len(tokens) - request.reserved)
-            reads, writes = self._read_and_written(request, tokens, hit)
-            await self._forward(ticket, self.oracles(weights), reads, writes)
-            final = self._page_tokens is not None and self._chance.random() < 0.6
-            await request.checkpoint(len(tokens), after=self._streams[0], final=final)
-            # Without a free slot for its state, a prefix is published that no prompt can go on from.
-            promised = durable and await request.durable()
-            return hit, resumable_tokens(self.cache, request) if promised else 0
-        finally:
-            request.close(after=self._streams[0])
-
-    def _read_and_written(
-        self, request: Request, tokens: Sequence[int], hit: int
-    ) -> tuple[list[RankSlots], list[RankSlots]]:
-        """The slots that the forward of a request reads, and those that it writes."""
-        size, end = self.cache.spec.page_size, len(tokens)
-        if self._page_tokens is None:
-            end -= end % size
-        else:
-            self._page_tokens.note(token_array(tokens), namespace_seed(None))
-        reads = [*self._pages(request, tokens, 0, hit), *self._states(request, tokens, hit)]
-        writes = self._pages(request, tokens, hit, end) if end > hit else []
-        return reads, [*writes, *self._states(request, tokens, end if len(tokens) == end else 0)]
-
-    def _pages(self, request: Request, tokens: Sequence[int], begin: int, end: int) -> list[RankSlots]:
-        """The slots of the tokens `begin` to `end - 1` of a request."""
-        found, size, digests = [], self.cache.spec.page_size, self._digests(tokens)
-        for pool in self.cache.spec.pools:
-            if pool.per_token:
-                behind = request.first_page(pool.name)
-                slots = request.pages(pool.name)
-                for page, first, last in _parts(max(begin, behind * size), end, size):
-                    digest = digests[page] if last == size else self._digest(tokens, page * size + last)
-                    found.append(RankSlots(pool.name, [slots[page - behind]], [digest], first, last))
-        return found
-
-    def _states(self, request: Request, tokens: Sequence[int], length: int) -> list[RankSlots]:
-        """The slots of a request's states, which are those behind `length` tokens; none if it is 0."""
-        pools = [pool.name for pool in self.cache.spec.pools if not pool.per_token and length]
-        return [RankSlots(name, [request.state(name)], [self._digest(tokens, length)]) for name in pools]
-
-    def _digest(self, tokens: Sequence[int], length: int) -> bytes:
-        """What identifies the page that ends at a length, and the states there."""
-        words = token_array(tokens[:length])
-        if length % self.cache.spec.page_size:
-            return page_digests(words, 1, namespace_seed(None))[-1]
-        return page_digests(words, self.cache.spec.page_size, namespace_seed(None))[-1]
 
     def _digests(self, tokens: Sequence[int]) -> Sequence[bytes]:
         return page_digests(token_array(tokens), self.cache.spec.page_size, namespace_seed(None))
@@ -208,14 +155,79 @@ class RankMirror:
         self._streams[rank].launch(run)
 
 
-class PagedRankMirror(RankMirror):
+class RankMirror(BaseRankMirror[Request]):
+    """The same for caches that own their device memory."""
+
+    cache: HybridCache
+
+    def _tensors(self, rank: int) -> Callable[[str, str], torch.Tensor]:
+        return self.cache.device_tensor if rank == 0 else self.workers[rank - 1].device_tensor
+
+    async def serve(self, tokens: Sequence[int], *, durable: bool = False) -> tuple[int, int]:
+        request = self.cache.request(tokens)
+        try:
+            await request.__aenter__()
+            await request.prefetch()
+            await request.admit()
+            ticket, weights = request.load(), self.weights
+            hit = request.hit.tokens
+            await request.reserve(len(tokens) - request.reserved)
+            reads, writes = self._read_and_written(request, tokens, hit)
+            await self._forward(ticket, self.oracles(weights), reads, writes)
+            final = self._page_tokens is not None and self._chance.random() < 0.6
+            await request.checkpoint(len(tokens), after=self._streams[0], final=final)
+            # Without a free slot for its state, a prefix is published that no prompt can go on from.
+            promised = durable and await request.durable()
+            return hit, resumable_tokens(self.cache, request) if promised else 0
+        finally:
+            request.close(after=self._streams[0])
+
+    def _read_and_written(
+        self, request: Request, tokens: Sequence[int], hit: int
+    ) -> tuple[list[RankSlots], list[RankSlots]]:
+        """The slots that the forward of a request reads, and those that it writes."""
+        size, end = self.cache.spec.page_size, len(tokens)
+        if self._page_tokens is None:
+            end -= end % size
+        else:
+            self._page_tokens.note(token_array(tokens), namespace_seed(None))
+        reads = [*self._pages(request, tokens, 0, hit), *self._states(request, tokens, hit)]
+        writes = self._pages(request, tokens, hit, end) if end > hit else []
+        return reads, [*writes, *self._states(request, tokens, end if len(tokens) == end else 0)]
+
+    def _pages(self, request: Request, tokens: Sequence[int], begin: int, end: int) -> list[RankSlots]:
+        """The slots of the tokens `begin` to `end - 1` of a request."""
+        found, size, digests = [], self.cache.spec.page_size, self._digests(tokens)
+        for pool in self.cache.spec.pools:
+            if pool.per_token:
+                behind = request.first_page(pool.name)
+                slots = request.pages(pool.name)
+                for page, first, last in _parts(max(begin, behind * size), end, size):
+                    digest = digests[page] if last == size else self._digest(tokens, page * size + last)
+                    found.append(RankSlots(pool.name, [slots[page - behind]], [digest], first, last))
+        return found
+
+    def _states(self, request: Request, tokens: Sequence[int], length: int) -> list[RankSlots]:
+        """The slots of a request's states, which are those behind `length` tokens; none if it is 0."""
+        pools = [pool.name for pool in self.cache.spec.pools if not pool.per_token and length]
+        return [RankSlots(name, [request.state(name)], [self._digest(tokens, length)]) for name in pools]
+
+    def _digest(self, tokens: Sequence[int], length: int) -> bytes:
+        """What identifies the page that ends at a length, and the states there."""
+        words = token_array(tokens[:length])
+        if length % self.cache.spec.page_size:
+            return page_digests(words, 1, namespace_seed(None))[-1]
+        return page_digests(words, self.cache.spec.page_size, namespace_seed(None))[-1]
+
+
+class PagedRankMirror(BaseRankMirror[EngineRequest]):
     """The same with engines that own their device memory: on every rank, the pages that the leader's engine
     names."""
 
     def __init__(
         self,
         group: RankGroup,
-        cache: HybridCache,
+        cache: EngineCache,
         workers: Sequence[RankWorker],
         devices: Sequence[EmulatedDevice],
         links: Mapping[int, DelayedLink],

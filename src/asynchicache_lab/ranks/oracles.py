@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from asynchicache.backends.memory import MemoryStore
-from asynchicache.cache import HybridCache
+from asynchicache.cache import BaseCache
 from asynchicache.pools.device import DevicePool
 from asynchicache.ranks.worker import RankWorker
 
 
 def wrong_sizes(
-    cache: HybridCache, workers: Sequence[RankWorker], proposed: Sequence[Mapping[str, tuple[int, int]]]
+    cache: BaseCache[Any],
+    workers: Sequence[RankWorker],
+    proposed: Sequence[Mapping[str, tuple[int, int]]],
 ) -> list[str]:
     """Describe memory of another size than the least that the ranks have proposed. The pages of an engine are
     as many as it has.
@@ -33,7 +36,7 @@ def wrong_sizes(
     return found
 
 
-def wrongly_marked(cache: HybridCache, stores: Sequence[MemoryStore]) -> list[str]:
+def wrongly_marked(cache: BaseCache[Any], stores: Sequence[MemoryStore]) -> list[str]:
     """Describe pages that the leader believes to be stored, and whose part some rank has not stored.
 
     Args:

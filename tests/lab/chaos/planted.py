@@ -15,7 +15,7 @@ import pytest
 
 from asynchicache.controller.executor import Executor
 from asynchicache.controller.prefetcher import Prefetcher
-from asynchicache.controller.request import Request
+from asynchicache.controller.request import BaseRequest, Request
 from asynchicache.controller.storage_writer import StorageWriter
 from asynchicache.failure_log import FailureLog
 from asynchicache.hashing import namespace_seed, page_digests, pool_fingerprint
@@ -100,14 +100,14 @@ def lost_notification_is_not_looked_for(patch: Patch) -> None:
 
 @bug
 def freed_under_a_running_forward(patch: Patch) -> None:
-    close = Request.close
+    close = BaseRequest.close
 
-    def at_once(self: Request, after: Stream | None = None) -> None:
+    def at_once(self: BaseRequest, after: Stream | None = None) -> None:
         if self._state is not None:
             self._state.streams.clear()
         close(self)
 
-    patch.setattr(Request, "close", at_once)
+    patch.setattr(BaseRequest, "close", at_once)
 
 
 @bug
@@ -649,14 +649,14 @@ def durable_believes_its_marks(patch: Patch) -> None:
 
 @bug
 def leaving_waits_for_no_stream_that_is_not_named(patch: Patch) -> None:
-    close = Request.close
+    close = BaseRequest.close
 
-    def at_once(self: Request, after: Any = None) -> None:
+    def at_once(self: BaseRequest, after: Any = None) -> None:
         if after is None and self._state is not None:
             self._state.streams.clear()
         close(self, after)
 
-    patch.setattr(Request, "close", at_once)
+    patch.setattr(BaseRequest, "close", at_once)
 
 
 @bug

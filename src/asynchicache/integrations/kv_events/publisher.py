@@ -19,7 +19,7 @@ from itertools import chain
 import zmq
 import zmq.asyncio
 
-from asynchicache.cache import HybridCache
+from asynchicache.cache import EngineCache, HybridCache
 from asynchicache.controller.tasks import OwnedTasks
 from asynchicache.errors import ClosedError, ConfigError
 from asynchicache.events import CacheEvent, EventsDropped, PagesRemoved, PagesStored, TiersCleared
@@ -80,7 +80,11 @@ class KvEventPublisher:
     """
 
     def __init__(
-        self, cache: HybridCache, config: KvEventsConfig, pub: _Socket, replay: _Socket | None
+        self,
+        cache: HybridCache | EngineCache,
+        config: KvEventsConfig,
+        pub: _Socket,
+        replay: _Socket | None,
     ) -> None:
         """`pub`, `replay`: open sockets; the caller closes them."""
         self.endpoint = _address(pub)
@@ -101,7 +105,7 @@ class KvEventPublisher:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, cache: HybridCache, config: KvEventsConfig | None = None
+        cls, cache: HybridCache | EngineCache, config: KvEventsConfig | None = None
     ) -> AsyncIterator[KvEventPublisher]:
         """Publish for the duration of an `async with`, inside that of the cache.
 

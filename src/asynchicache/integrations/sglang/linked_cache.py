@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from asynchicache.cache import HybridCache
-from asynchicache.controller.request import Request
+from asynchicache.cache import EngineCache, EngineRequest
 from asynchicache.errors import CacheError, TransferError
 from asynchicache.transfer.ticket import Ticket
 
@@ -46,7 +45,7 @@ class _Promise:
         sought: storage was asked for more.
     """
 
-    request: Request
+    request: EngineRequest
     keys: list[bytes]
     weights: str
     step: int
@@ -62,7 +61,7 @@ class LinkedCache:
             the longest.
     """
 
-    def __init__(self, cache: HybridCache, *, every_length: bool = False) -> None:
+    def __init__(self, cache: EngineCache, *, every_length: bool = False) -> None:
         self.cache = cache
         self._size = cache.spec.page_size
         self._every_length = every_length
@@ -116,7 +115,7 @@ class LinkedCache:
         lengths = await self._lengths(promise, whole, known) if self._every_length else [whole]
         return [length - known for length in lengths if length > known]
 
-    def _request(self, keys: Sequence[bytes], weights: str) -> Request:
+    def _request(self, keys: Sequence[bytes], weights: str) -> EngineRequest:
         return self.cache.request_keys(keys, namespace=weights or None)
 
     async def _lengths(self, promise: _Promise, whole: int, known: int) -> list[int]:

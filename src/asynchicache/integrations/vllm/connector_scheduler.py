@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple, Self
 
-from asynchicache.cache import HybridCache
+from asynchicache.cache import EngineCache, HybridCache
 from asynchicache.config import CacheConfig
-from asynchicache.controller.request import Hit, Request
+from asynchicache.controller.request import EngineRequest, Hit
 from asynchicache.controller.statistics import CacheStatistics
 from asynchicache.errors import CacheError, ClosedError
 from asynchicache.integrations.bridge import Job, JobState, LoopBridge
@@ -57,19 +57,19 @@ class TakenOrders(NamedTuple):
 class _Served:
     """The cache's request of one admission, how many keys it knows, and the name of their weights."""
 
-    request: Request
+    request: EngineRequest
     keys: int
     weights: str
 
 
 class ConnectorCache:
-    """A `HybridCache` whose copies workers carry out; made by `open`.
+    """An `EngineCache` whose copies workers carry out; made by `open`.
 
     The scheduler's thread names what vLLM has admitted by a number of its own, a new one after a preemption.
     """
 
     def __init__(
-        self, cache: HybridCache, remote: RemoteCopies, block_size: int, weights: VllmWeights
+        self, cache: EngineCache, remote: RemoteCopies, block_size: int, weights: VllmWeights
     ) -> None:
         self._cache = cache
         self._remote = remote
@@ -106,7 +106,7 @@ class ConnectorCache:
             await self.leave(number)
             raise
 
-    async def _enter(self, number: int, keys: Sequence[bytes], tokens: int, hint: CacheHint) -> Request:
+    async def _enter(self, number: int, keys: Sequence[bytes], tokens: int, hint: CacheHint) -> EngineRequest:
         weights = self._weights.name()
         request = self._cache.request_keys(keys, length=tokens, namespace=weights or None, hint=hint)
         self._served[number] = _Served(request, len(keys), weights)
@@ -155,7 +155,7 @@ class ConnectorCache:
         if failures:
             raise failures[0]
 
-    async def _back_up_one(self, request: Request, backup: Backup) -> None:
+    async def _back_up_one(self, request: EngineRequest, backup: Backup) -> None:
         await request.checkpoint(backup.tokens, pages=backup.blocks)
 
     async def leave(self, number: int) -> None:
