@@ -108,11 +108,11 @@ def test_known_equivalents_have_a_reason_and_a_file(tool: ModuleType) -> None:
 
 
 def test_the_nearest_tests_come_first(tool: ModuleType) -> None:
-    [mutant, *_] = [one for one in tool.all_mutants(["tree"]) if one.file == "tree/verify.py"]
+    [mutant, *_] = [one for one in tool.all_mutants(["tree"]) if one.file == "tree/invariants.py"]
 
     names = [Path(path).name for path in tool.tests_for(mutant)]
 
-    assert names[0] == "test_tree_verify.py"
+    assert names[0] == "test_tree_invariants.py"
     assert set(names) == {path.name for path in (ROOT / "tests" / "tree").glob("test_*.py")}
 
 

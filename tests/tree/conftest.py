@@ -8,7 +8,7 @@ from itertools import count, islice
 
 import pytest
 
-from asynchicache.tree import tier_copies, verify
+from asynchicache.tree import invariants, tier_copies
 from asynchicache.tree.eviction import Evicted, evict
 from asynchicache.tree.node import TIERS, Node, SlotPlace, place_of
 from asynchicache.tree.radix_tree import Inserted, Match, Pages, PathLease, UnifiedRadixTree
@@ -139,7 +139,7 @@ class Bed:
         return "".join(map(chr, array("q", b"".join(reversed(keys)))[::PAGE]))
 
     def check(self, leases: Iterable[PathLease] = (), tier_copies: Iterable[TierCopy] = ()) -> None:
-        assert verify.problems(self.tree, leases, tier_copies) == []
+        assert invariants.problems(self.tree, leases, tier_copies) == []
 
 
 @pytest.fixture

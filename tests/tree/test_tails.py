@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from asynchicache.tree import tails, tier_copies, verify
+from asynchicache.tree import invariants, tails, tier_copies
 from asynchicache.tree.eviction import evict
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, Node, place_of
 from asynchicache.tree.radix_tree import Pages, PathLease, UnifiedRadixTree
@@ -68,7 +68,7 @@ class Bed:
         tier_copies.finish(self.tree, tier_copies.begin(self.tree, Tier.HOST, batch), arrived=True)
 
     def check(self) -> None:
-        assert verify.problems(self.tree, []) == []
+        assert invariants.problems(self.tree, []) == []
 
     def ends(self, seed: bytes) -> list[tuple[bytes, Node]]:
         """Every node of a namespace, with the tokens of its path."""
@@ -248,4 +248,4 @@ def test_a_tail_needs_its_page_of_a_window_and_the_window_before_it(there: int) 
     found = tails.find(tree, end, tokens, len(tokens))
     assert (found is not None) == whole_tail
     assert tree.restorable(tail) == whole_tail
-    assert verify.problems(tree, []) == []
+    assert invariants.problems(tree, []) == []

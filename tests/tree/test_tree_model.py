@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from asynchicache.pools.allocator import SlotAllocator
-from asynchicache.tree import tier_copies, verify
+from asynchicache.tree import invariants, tier_copies
 from asynchicache.tree.eviction import evict
 from asynchicache.tree.node import (
     ABSENT,
@@ -446,7 +446,7 @@ class Twins:
         tier_copies = [tier_copy for tier_copy, _ in self.tier_copies] + [
             TierCopy(Tier.HOST, {}, behind or [])
         ]
-        assert verify.problems(self.tree, leases, tier_copies) == []
+        assert invariants.problems(self.tree, leases, tier_copies) == []
 
     def seen(self, page: Page) -> dict[int, tuple[int, int | None, int]]:
         locks = {

@@ -23,6 +23,7 @@ from asynchicache.tracing import Tracer
 from asynchicache.tree import eviction, tier_copies
 from asynchicache.tree.components import WindowComponent
 from asynchicache.tree.eviction import MAX_VICTIMS
+from asynchicache.tree.invariants import problems
 from asynchicache.tree.keeps import HintShare
 from asynchicache.tree.node import (
     FULL,
@@ -38,7 +39,6 @@ from asynchicache.tree.node import (
 )
 from asynchicache.tree.radix_tree import UnifiedRadixTree
 from asynchicache.tree.tier_copies import CopyRequest, TierCopy
-from asynchicache.tree.verify import problems
 from asynchicache.types import KEY_WORDS, PoolTransfer, Tier, WritePolicy
 
 

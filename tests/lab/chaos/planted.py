@@ -263,7 +263,7 @@ def digest_chained_wrong(patch: Patch) -> None:
 
     patch.setattr("asynchicache.tree.radix_tree.page_digests", unchained)
     patch.setattr("asynchicache.planner.prefetch.page_digests", unchained)
-    patch.setattr("asynchicache.tree.verify.page_digests", unchained)
+    patch.setattr("asynchicache.tree.invariants.page_digests", unchained)
 
 
 @bug

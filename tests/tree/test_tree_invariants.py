@@ -1,10 +1,10 @@
-"""`verify.problems` names every invariant that is broken on purpose."""
+"""`invariants.problems` names every invariant that is broken on purpose."""
 
 from __future__ import annotations
 
 import pytest
 
-from asynchicache.tree import verify
+from asynchicache.tree import invariants
 from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, RESIDENT
 
 STATE_DEVICE, STATE_HOST = 2, 3
@@ -142,15 +142,15 @@ def pin_of_nobody(bed):
 def test_damage_is_named(grown, damage, message):
     damage(grown)
 
-    found = verify.problems(grown.tree, [])
+    found = invariants.problems(grown.tree, [])
 
     assert any(message in problem for problem in found), found
 
 
 def test_pins_are_not_checked_without_the_leases(grown):
     with grown.lock("abcd"):
-        assert verify.problems(grown.tree) == []
-        assert verify.problems(grown.tree, []) != []
+        assert invariants.problems(grown.tree) == []
+        assert invariants.problems(grown.tree, []) != []
 
 
 def test_a_child_on_the_host_stands_on_its_parents_host_copy(grown):
@@ -158,4 +158,4 @@ def test_a_child_on_the_host_stands_on_its_parents_host_copy(grown):
     grown.node("abxy").slots[FULL_HOST] = [8, 9]
     grown.node("ab").residency[FULL_HOST] = ABSENT
 
-    assert any("has full pages in HOST and its parent has not" in p for p in verify.problems(grown.tree))
+    assert any("has full pages in HOST and its parent has not" in p for p in invariants.problems(grown.tree))
