@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from asynchicache.errors import ConfigError
-from asynchicache.specs.parts import INDEX, KV, WINDOW, Layer, LayerTensor, PoolKind, Recipe
 from asynchicache.specs.pools import CutSection
+from asynchicache.specs.recipes import INDEX, KV, WINDOW, Layer, LayerTensor, PoolKind, Recipe
 
 _LATENT_MODELS = frozenset(
     {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm5_next_text", "glm_moe_dsa", "kimi_linear"}

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from asynchicache.errors import ConfigError
 from asynchicache.specs.attention import LEAST_WINDOW
-from asynchicache.specs.parts import KV, TAIL, Layer, LayerTensor, PoolKind
+from asynchicache.specs.recipes import KV, TAIL, Layer, LayerTensor, PoolKind
 
 MODEL = "deepseek_v4"
 

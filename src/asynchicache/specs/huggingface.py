@@ -22,8 +22,8 @@ from asynchicache.specs.causality import check_causal
 from asynchicache.specs.compressed import MODEL as COMPRESSING_MODEL
 from asynchicache.specs.compressed import compressed_sparse, heavily_compressed, window_only
 from asynchicache.specs.identity import HuggingFaceConfig, identity
-from asynchicache.specs.parts import KV, WINDOW, WRITE_POOLS, Layer, LayerTensor, PoolKind, Recipe
 from asynchicache.specs.pools import PoolSpec, TensorSpec
+from asynchicache.specs.recipes import KV, WINDOW, WRITE_POOLS, Layer, LayerTensor, PoolKind, Recipe
 from asynchicache.specs.recurrent import linear_attention, short_convolution
 from asynchicache.types import ALL_PAGES, Coverage, trailing_pages
 

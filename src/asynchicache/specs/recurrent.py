@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from asynchicache.errors import ConfigError
-from asynchicache.specs.parts import STATE, Layer, LayerTensor, Recipe
 from asynchicache.specs.pools import CutSection
+from asynchicache.specs.recipes import STATE, Layer, LayerTensor, Recipe
 
 STATE_DTYPE = "float32"
 """Recurrent states are always float32, because they accumulate over the whole prefix."""

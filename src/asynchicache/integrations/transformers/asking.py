@@ -34,7 +34,7 @@ from asynchicache.integrations.transformers.snapshot import new_cache, write_pag
 from asynchicache.specs import ModelSpec, TensorSpec
 from asynchicache.specs.huggingface import check_decoder, pools_of_layers
 from asynchicache.specs.identity import identity
-from asynchicache.specs.parts import INDEX, KV, STATE, WINDOW, WRITE_POOLS, LayerTensor, PoolKind
+from asynchicache.specs.recipes import INDEX, KV, STATE, WINDOW, WRITE_POOLS, LayerTensor, PoolKind
 
 _log = logging.getLogger(__name__)
 
