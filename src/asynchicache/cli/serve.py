@@ -35,7 +35,7 @@ def run(options: ServeOptions, output: Output) -> CommandResult:
     try:
         import uvicorn
 
-        from asynchicache.integrations.checkpoints import checkpoint_digest
+        from asynchicache.integrations.model_files import checkpoint_digest
         from asynchicache.integrations.serve import server
     except ModuleNotFoundError as error:
         raise ConfigError(f"serve needs {error.name}: pip install 'asynchicache[serve]'") from error

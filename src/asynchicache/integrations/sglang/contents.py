@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asynchicache.errors import ConfigError
-from asynchicache.integrations.checkpoints import adapter_digest, checkpoint_digest, local_folder
+from asynchicache.integrations.model_files import adapter_digest, checkpoint_digest, local_folder
 from asynchicache.integrations.sglang.seam import SUPPORTED
 
 _SETTINGS = (

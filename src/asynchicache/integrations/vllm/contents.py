@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakSet
 
 from asynchicache.errors import ConfigError
-from asynchicache.integrations.checkpoints import (
+from asynchicache.integrations.model_files import (
     adapter_digest,
     checkpoint_digest,
     file_states,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from asynchicache.integrations.checkpoints import adapter_digest, checkpoint_digest, local_folder
+from asynchicache.integrations.model_files import adapter_digest, checkpoint_digest, local_folder
 
 
 def trained(folder: Path, *, changed: str = "", name: str = "model.safetensors", config: str = "{}") -> Path:
