@@ -6,11 +6,11 @@ import asyncio
 import logging
 import warnings
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 import msgspec
 import torch
@@ -20,7 +20,7 @@ from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.controller.event_hub import EventSubscription
 from asynchicache.controller.inspection import Inspection
 from asynchicache.controller.recorder import TraceRecorder
-from asynchicache.controller.request import BaseRequest, EngineRequest, Hit, Request
+from asynchicache.controller.request import BaseRequest, EngineRequest, Hit, Request, RequestTracer
 from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
 from asynchicache.controller.tasks import shielded
 from asynchicache.errors import (
@@ -47,7 +47,6 @@ from asynchicache.ports import Port
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.streams.base import Device, Stream
-from asynchicache.tracing import Tracer
 from asynchicache.transfer.remote import RemoteCopies
 from asynchicache.tree.outline import PrefixOutline, outline
 from asynchicache.types import key_array, token_array
@@ -59,32 +58,19 @@ _MAX_NAMED = 5
 
 
 RequestKind = TypeVar("RequestKind", bound=BaseRequest)
-MadeRequest = TypeVar("MadeRequest", bound=BaseRequest, covariant=True)
 OpenedKind = TypeVar("OpenedKind", bound="HybridCache | EngineCache")
-
-
-class RequestTracer(Tracer, Protocol[MadeRequest]):
-    """A tracer that also makes the requests, so that it can put their calls under a span."""
-
-    def request(
-        self,
-        parts: CacheParts,
-        tokens: array[int],
-        seed: bytes,
-        traceparent: str | None,
-        prompt: int | None = None,
-    ) -> MadeRequest:
-        """Make a request whose spans are children of `traceparent` (W3C)."""
-        ...
 
 
 class BaseCache(Generic[RequestKind]):
     """What `HybridCache` and `EngineCache` have in common: all but who owns the device memory.
 
     Confined to the loop that opened it: from another one, `request` and every coroutine raise `UsageError`.
+
+    Attributes:
+        request_type: makes the requests; a kit of tests puts a subclass here, which watches its caller.
     """
 
-    _kind: type[RequestKind]
+    request_type: Callable[..., RequestKind]
 
     def __init__(
         self,
@@ -99,7 +85,7 @@ class BaseCache(Generic[RequestKind]):
         self.spec = spec
         self.config = config
         self._parts = parts
-        self._tracer: RequestTracer[RequestKind] | None = None
+        self._tracer: RequestTracer | None = None
         self._stack = stack
         self._closing = asyncio.Lock()
         self._updating = asyncio.Lock()
@@ -256,14 +242,13 @@ class BaseCache(Generic[RequestKind]):
         check_kind("hint", hint, CacheHint, "pass CacheHint(...)")
         if traceparent is not None:
             check_kind("traceparent", traceparent, str, "the W3C header of the parent span")
-        if self._tracer is None:
-            request = self._kind(self._parts, words, seed, prompt)
-        else:
-            request = self._tracer.request(self._parts, words, seed, traceparent, prompt)
+        request = self.request_type(self._parts, words, seed, prompt)
         request.made_at, request.hint = made_at, hint
+        if self._tracer is not None:
+            request.spans = self._tracer.request(traceparent)
         return request if stream is None else request.run_on(stream)
 
-    def trace(self, tracer: RequestTracer[RequestKind] | None) -> None:
+    def trace(self, tracer: RequestTracer | None) -> None:
         """Report timed work to a tracer (`integrations.otel`) from now on; None: no tracing, no cost."""
         self._tracer = tracer
         self._parts.trace(tracer)
@@ -536,7 +521,7 @@ class HybridCache(BaseCache[Request]):
     `UsageError`.
     """
 
-    _kind = Request
+    request_type: Callable[..., Request] = Request
 
     @overload
     @classmethod
@@ -624,7 +609,7 @@ class EngineCache(BaseCache[EngineRequest]):
     Made by `HybridCache.open(engine=...)`. It has no device tier: requests name the engine's pages.
     """
 
-    _kind = EngineRequest
+    request_type: Callable[..., EngineRequest] = EngineRequest
 
 
 async def _open(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
+from inspect import iscoroutinefunction
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.controller.recorder import RecordedRequest
@@ -17,6 +19,7 @@ from asynchicache.planner.engine_pages import NamedPages
 from asynchicache.planner.hints import NO_HINT
 from asynchicache.planner.request_state import RequestState
 from asynchicache.streams.base import Stream
+from asynchicache.tracing import Tracer
 from asynchicache.transfer.plan import Direction
 from asynchicache.transfer.record import OnWait
 from asynchicache.transfer.ticket import Ticket, done_ticket
@@ -46,6 +49,59 @@ class Hit:
     advice: str = ""
 
 
+class RequestSpans(Protocol):
+    """The spans of one request."""
+
+    def phase(self, name: str, request: BaseRequest, length: object) -> AbstractContextManager[object]:
+        """Put what the body begins under the request's parent span, and under one of its own.
+
+        Args:
+            name: of that; empty: it has none.
+            request: whose verb runs.
+            length: what `checkpoint` was given.
+        """
+        ...
+
+
+class RequestTracer(Tracer, Protocol):
+    """A tracer that has spans for requests, too."""
+
+    def request(self, traceparent: str | None) -> RequestSpans:
+        """The spans of a new request; `traceparent`: the W3C header of their parent."""
+        ...
+
+
+Verb = TypeVar("Verb", bound=Callable[..., object])
+
+
+def _phase(name: str = "") -> Callable[[Verb], Verb]:
+    """Run a verb within a phase of its request, if that has spans."""
+
+    def decorate(verb: Any) -> Any:
+        def phase(request: BaseRequest, given: Sequence[object], named: Mapping[str, object]) -> Any:
+            spans = request.spans
+            assert spans is not None, "else there is no phase"
+            return spans.phase(name, request, given[0] if given else named.get("length"))
+
+        @wraps(verb)
+        def called(self: BaseRequest, *given: object, **named: object) -> object:
+            if self.spans is None:
+                return verb(self, *given, **named)
+            with phase(self, given, named):
+                return verb(self, *given, **named)
+
+        @wraps(verb)
+        async def awaited(self: BaseRequest, *given: object, **named: object) -> object:
+            if self.spans is None:
+                return await verb(self, *given, **named)
+            with phase(self, given, named):
+                return await verb(self, *given, **named)
+
+        return awaited if iscoroutinefunction(verb) else called
+
+    return decorate
+
+
 class BaseRequest:
     """One prompt and what is generated for it, as far as `Request` and `EngineRequest` have it in common.
 
@@ -54,6 +110,7 @@ class BaseRequest:
         record: of it, in the trace that the cache writes, if it does.
         keeps_record: in a trace, another request goes on with its answer; `end_record` says that none does.
         record_of: the request that this one goes on with, so that a trace has both as one.
+        spans: of its phases, if the cache is traced.
     """
 
     def __init__(self, parts: CacheParts, tokens: array[int], seed: bytes, prompt: int | None = None) -> None:
@@ -77,6 +134,7 @@ class BaseRequest:
         self._closed = False
         self.made_at = ""
         self.hint = NO_HINT
+        self.spans: RequestSpans | None = None
         self.record_of: BaseRequest | None = None
         self.keeps_record = False
         self.record: RecordedRequest | None = None
@@ -84,6 +142,7 @@ class BaseRequest:
 
     # Life
 
+    @_phase("lookup")
     async def __aenter__(self) -> Self:
         if self._state is not None or self._closed:
             raise RequestStateError("a request is used once; ask the cache for another")
@@ -104,6 +163,7 @@ class BaseRequest:
             self._parts.storage_writer.store(due)
         return self
 
+    @_phase()
     async def __aexit__(
         self,
         kind: type[BaseException] | None,
@@ -250,6 +310,7 @@ class BaseRequest:
 
     # Before the load
 
+    @_phase("prefetch")
     async def prefetch(self) -> Hit:
         """Read the prefix from storage to the host, and wait as long as the policy says.
 
@@ -507,6 +568,7 @@ class Request(BaseRequest):
         await self._parts.admission.admit(state)
         return self.hit
 
+    @_phase()
     def load(self, *, counted: bool = True) -> Ticket:
         """Enqueue the copies that put the prefix and its states on the device.
 
@@ -533,6 +595,7 @@ class Request(BaseRequest):
         state.runs_on(stream)
         self._copying = None  # what follows on this stream is ordered
 
+    @_phase()
     def extend(self, tokens: int) -> dict[str, list[int]]:
         """Allocate room for `tokens` more tokens after the restored and extended ones; evicts if necessary.
 
@@ -547,6 +610,7 @@ class Request(BaseRequest):
         """
         return self._parts.admission.extend(*self._growing("extend", tokens))
 
+    @_phase()
     async def reserve(self, tokens: int) -> dict[str, list[int]]:
         """As `extend`, but waits while other requests hold the pages.
 
@@ -670,6 +734,7 @@ class Request(BaseRequest):
                     f"forward at {length}, and save there"
                 )
 
+    @_phase()
     def snapshot(self, length: int, *, after: Stream | None = None) -> Ticket:
         """Copy the working states, which must be at `length` tokens; replaces the previous snapshot.
 
@@ -691,6 +756,7 @@ class Request(BaseRequest):
         self._order_after(state, after or self._stream)
         return self._copy_states(state, self._planner.snapshot(state, length))
 
+    @_phase("checkpoint")
     def checkpoint(self, length: int, *, after: Stream | None = None, final: bool = False) -> Ticket:
         """Publish the whole pages up to `length` tokens, and the state there.
 
@@ -805,6 +871,7 @@ class EngineRequest(BaseRequest):
     `append` and `checkpoint` for each forward. The engine says which pages hold a prefix; there are no slots.
     """
 
+    @_phase()
     def load(self, *, into: NamedPages, after: Stream | None = None, counted: bool = True) -> Ticket:
         """Enqueue the copies of the prefix and its states to the engine's pages.
 
@@ -831,6 +898,7 @@ class EngineRequest(BaseRequest):
         self._parts.prefetcher.leave(state)
         return self._start_load(state, copies, end, after=after, counted=counted)
 
+    @_phase("checkpoint")
     def checkpoint(
         self, length: int, *, pages: NamedPages, after: Stream | None = None, final: bool = False
     ) -> Ticket:

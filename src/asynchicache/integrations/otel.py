@@ -8,11 +8,8 @@ Without `instrument`, this module is never imported, and a cache only compares a
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
 
 from opentelemetry import context as context_api
 from opentelemetry import trace
@@ -21,18 +18,12 @@ from opentelemetry.trace import Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from asynchicache.cache import EngineCache, HybridCache
-from asynchicache.controller.cache_parts import CacheParts
-from asynchicache.controller.request import BaseRequest, EngineRequest, Hit, Request
-from asynchicache.planner.engine_pages import NamedPages
-from asynchicache.streams.base import Stream
-from asynchicache.transfer.ticket import Ticket
+from asynchicache.controller.request import BaseRequest, Hit
 
 PREFIX = "asynchicache."
 """Prefix of the names of spans and attributes."""
 
 _propagator = TraceContextTextMapPropagator()
-
-TracedKind = TypeVar("TracedKind", bound=BaseRequest)
 
 
 def instrument(cache: HybridCache | EngineCache, provider: TracerProvider | None = None) -> None:
@@ -42,38 +33,24 @@ def instrument(cache: HybridCache | EngineCache, provider: TracerProvider | None
         cache: the cache.
         provider: creates the spans. Default: the application's global provider.
     """
-    tracer, size = trace.get_tracer("asynchicache", tracer_provider=provider), cache.spec.page_size
-    if isinstance(cache, EngineCache):
-        cache.trace(CacheTracer(TracedEngineRequest, size, tracer))
-    else:
-        cache.trace(CacheTracer(TracedRequest, size, tracer))
+    cache.trace(CacheTracer(cache.spec.page_size, trace.get_tracer("asynchicache", tracer_provider=provider)))
 
 
-class CacheTracer(Generic[TracedKind]):
+class CacheTracer:
     """Starts the spans of one cache; see `docs/howto/observability.md` for their attributes."""
 
-    def __init__(self, kind: Callable[..., TracedKind], page_size: int, tracer: trace.Tracer) -> None:
-        """`kind`: of the cache's requests."""
-        self._kind = kind
+    def __init__(self, page_size: int, tracer: trace.Tracer) -> None:
         self._page_size = page_size
         self._tracer = tracer
 
-    def request(
-        self,
-        parts: CacheParts,
-        tokens: array[int],
-        seed: bytes,
-        traceparent: str | None,
-        prompt: int | None = None,
-    ) -> TracedKind:
-        """Return a request whose spans are children of `traceparent`.
+    def request(self, traceparent: str | None) -> CacheRequestSpans:
+        """Return the spans of a request, children of `traceparent`.
 
         They are children of the current span if `traceparent` is None or malformed.
         """
         current = context_api.get_current()
         carrier = {} if traceparent is None else {"traceparent": traceparent}
-        parent = _propagator.extract(carrier, context=current)
-        return self._kind(parts, tokens, seed, self, parent, prompt)
+        return CacheRequestSpans(self, _propagator.extract(carrier, context=current))
 
     @contextmanager
     def span(self, name: str, **attributes: str | int) -> Iterator[trace.Span]:
@@ -113,88 +90,32 @@ class OpenSpan:
         self._span.end()
 
 
-class _TracedPhases(BaseRequest):
-    """What traced requests of both kinds have spans for."""
+class CacheRequestSpans:
+    """Spans for the phases of one request; its copies and evictions are children of its parent span."""
 
-    def __init__(
-        self,
-        parts: CacheParts,
-        tokens: array[int],
-        seed: bytes,
-        tracer: CacheTracer[Any],
-        parent: Context,
-        prompt: int | None = None,
-    ) -> None:
-        super().__init__(parts, tokens, seed, prompt)
+    def __init__(self, tracer: CacheTracer, parent: Context) -> None:
         self._tracer = tracer
         self._parent = parent
 
-    async def __aenter__(self) -> Self:
-        with self._beneath_parent(), self._tracer.span("lookup", prompt_tokens=self.prompt_tokens) as span:
-            await super().__aenter__()
-            span.set_attributes(_hit(self.hit))
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        with self._beneath_parent():
-            await super().__aexit__(kind, error, traceback)
-
-    async def prefetch(self) -> Hit:
-        with self._beneath_parent(), self._tracer.span("prefetch") as span:
-            hit = await super().prefetch()
-            span.set_attributes(_hit(hit))
-        return hit
-
     @contextmanager
-    def _beneath_parent(self) -> Iterator[None]:
+    def phase(self, name: str, request: BaseRequest, length: object) -> Iterator[None]:
         token = context_api.attach(self._parent)
         try:
-            yield
+            if name:
+                with self._tracer.span(name, **_given(name, request, length)) as span:
+                    yield
+                    if name != "checkpoint":
+                        span.set_attributes(_hit(request.hit))
+            else:  # a copy has its own span, which ends when the copy completes
+                yield
         finally:
             context_api.detach(token)
 
 
-class TracedRequest(_TracedPhases, Request):
-    """A request with spans for its phases; its copies and evictions are children of its parent span."""
-
-    def load(self, *, counted: bool = True) -> Ticket:
-        with self._beneath_parent():  # the copy has its own span, which ends when the copy completes
-            return super().load(counted=counted)
-
-    def extend(self, tokens: int) -> dict[str, list[int]]:
-        with self._beneath_parent():
-            return super().extend(tokens)
-
-    async def reserve(self, tokens: int) -> dict[str, list[int]]:
-        with self._beneath_parent():
-            return await super().reserve(tokens)
-
-    def snapshot(self, length: int, *, after: Stream | None = None) -> Ticket:
-        with self._beneath_parent():
-            return super().snapshot(length, after=after)
-
-    def checkpoint(self, length: int, *, after: Stream | None = None, final: bool = False) -> Ticket:
-        with self._beneath_parent(), self._tracer.span("checkpoint", tokens=length):
-            return super().checkpoint(length, after=after, final=final)
-
-
-class TracedEngineRequest(_TracedPhases, EngineRequest):
-    """The same for pages of an engine."""
-
-    def load(self, *, into: NamedPages, after: Stream | None = None, counted: bool = True) -> Ticket:
-        with self._beneath_parent():
-            return super().load(into=into, after=after, counted=counted)
-
-    def checkpoint(
-        self, length: int, *, pages: NamedPages, after: Stream | None = None, final: bool = False
-    ) -> Ticket:
-        with self._beneath_parent(), self._tracer.span("checkpoint", tokens=length):
-            return super().checkpoint(length, pages=pages, after=after, final=final)
+def _given(name: str, request: BaseRequest, length: object) -> dict[str, str | int]:
+    if name == "lookup":
+        return {"prompt_tokens": request.prompt_tokens}
+    return {"tokens": length} if isinstance(length, int) else {}
 
 
 def _hit(hit: Hit) -> dict[str, str | int]:

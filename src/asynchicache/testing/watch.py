@@ -8,7 +8,8 @@ one reads or overwrites bytes that are still being copied, which is seldom seen 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
+from functools import partial
 
 import msgspec
 import torch
@@ -33,7 +34,7 @@ class Watch:
     """
 
     def __init__(self, cache: HybridCache, *, writes: bool) -> None:
-        """Watch the requests that `cache` makes from now on; replaces its tracer.
+        """Watch the requests that `cache` makes from now on.
 
         Args:
             cache: in its device memory nothing may be in flight when a request gets a slot, if `writes`.
@@ -44,7 +45,7 @@ class Watch:
         self.writes = writes
         self.spec = cache.spec
         self._cache = cache
-        cache.trace(self)
+        cache.request_type = partial(WatchedRequest, watch=self)
 
     def fill(self, pool: PoolSpec, slot: int) -> None:
         """Fill a slot with the pattern."""
@@ -71,32 +72,6 @@ class Watch:
     def _slot(self, pool: PoolSpec, slot: int) -> Iterator[torch.Tensor]:
         for tensor in pool.tensors:
             yield self._cache.device_tensor(pool.name, tensor.name)[:, slot]
-
-    # As a tracer
-
-    def request(
-        self,
-        parts: CacheParts,
-        tokens: array[int],
-        seed: bytes,
-        traceparent: str | None,
-        prompt: int | None = None,
-    ) -> Request:
-        return WatchedRequest(parts, tokens, seed, self, prompt)
-
-    def copying(self, kind: str, slots: Mapping[str, int], hit_pages: int, tier: str) -> _NoSpan:
-        return _NoSpan()
-
-    def storing(self, slots: Mapping[str, int]) -> _NoSpan:
-        return _NoSpan()
-
-    def evicting(self, pool: str, tier: str, slots: int) -> _NoSpan:
-        return _NoSpan()
-
-
-class _NoSpan:
-    def finish(self, error: BaseException | None = None, **attributes: str | int) -> None:
-        pass
 
 
 class WatchedTicket(Ticket):
@@ -129,8 +104,9 @@ class WatchedRequest(Request):
         parts: CacheParts,
         tokens: array[int],
         seed: bytes,
-        watch: Watch,
         prompt: int | None = None,
+        *,
+        watch: Watch,
     ) -> None:
         super().__init__(parts, tokens, seed, prompt)
         self._watch = watch
