@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections import Counter
@@ -22,6 +23,7 @@ TOOLS = TRACES / "taubench_airline_gpt4o.jsonl.gz"
 BLOCK = 8
 
 
+@functools.cache  # several tests look at the same replay
 def replay(trace: Path, **options: object) -> ReplayReport:
     report = run_replay(ReplayOptions(trace=str(trace), **options), lambda done, total: None)
     assert report.problems == []
