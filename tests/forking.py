@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -101,10 +102,10 @@ def main() -> None:
     for module in PRELOADED:
         import_module(module)
     gc.freeze()  # a child collects only what is its own
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who watches a program ends unheard
     asked = socket.socket(fileno=os.dup(0))
     while True:
         message, descriptors, _, _ = socket.recv_fds(asked, MESSAGE_BYTES, 4)
+        reap()
         if not message:
             return
         if os.fork() == 0:
@@ -115,9 +116,15 @@ def main() -> None:
             os.close(descriptor)
 
 
+def reap() -> None:
+    """Wait for those who watch programs that have ended: whoever measures this run counts their time too."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 def watch(words: list[str], cwd: str, env: dict[str, str], status: int, *streams: int) -> None:
     """Fork the program's process, and tell how it ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     child = os.fork()
     if child == 0:
         os.close(status)
