@@ -92,7 +92,7 @@ async def test_graph_fences_are_armed_with_what_is_submitted(open_rig, operation
             fences.wait_on(6, compute)
 
 
-# Threads of other engines.
+# Threads of serving engines.
 
 
 class Waiting:

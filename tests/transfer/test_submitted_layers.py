@@ -255,7 +255,7 @@ async def test_a_graph_is_armed_once_all_its_layers_are_enqueued(
         await ticket
 
 
-# Threads of engines that are not the loop's.
+# Threads of serving engines, which are not the loop's.
 
 
 class Forward:

@@ -1,4 +1,4 @@
-"""Fences order work behind the bytes of one layer: streams, captured graphs, threads of other engines."""
+"""Fences order work behind the bytes of one layer: streams, captured graphs, threads of serving engines."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Fence:
 
 
 class HostFence:
-    """Lets a thread of another engine wait for one layer, as vLLM's `wait_for_layer_load` does.
+    """Lets a thread of a serving engine wait for one layer, as vLLM's `wait_for_layer_load` does.
 
     It queries the layer's events and does not need the loop, which may be blocked meanwhile, except that the
     iteration in which the ticket was made must end. On the loop's own thread it only checks: blocking there
