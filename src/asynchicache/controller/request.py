@@ -157,10 +157,7 @@ class BaseRequest:
         if self._stream is not None:
             state.runs_on(self._stream)
         self._parts.namespaces.remember(self._seed, self._namespace)
-        self._executor.run(self._planner.count_hit(state))
-        due = self._planner.due_in_storage(state)
-        if due is not None:
-            self._parts.storage_writer.store(due)
+        self._count_hit(state)
         return self
 
     @_phase()
@@ -181,6 +178,9 @@ class BaseRequest:
             pass
 
         __await__ = __enter__
+
+    def _count_hit(self, state: RequestState) -> None:
+        self._executor.run(self._planner.count_hit(state))
 
     def run_on(self, stream: Stream) -> Self:
         """Set the stream of the request's forwards; call it before entering the request.
@@ -398,8 +398,6 @@ class BaseRequest:
         if stream is not None:
             state.runs_on(stream)
             self._executor.order_after(stream)
-
-    # Tokens and promises
 
     def append(self, tokens: Iterable[int]) -> None:
         """Add generated token ids to the sequence.
@@ -937,11 +935,14 @@ class EngineRequest(BaseRequest):
         ticket = self._executor.run(copies, self._on_wait(state))
         return ticket or done_ticket(self._planner.state.spec.layers, self._on_wait(state))
 
+    def _count_hit(self, state: RequestState) -> None:
+        super()._count_hit(state)
+        due = self._planner.due_in_storage(state)
+        if due is not None:
+            self._parts.storage_writer.store(due)
+
     def _check_known(self, length: int) -> None:
-        """
-        Raises:
-            RequestStateError: `length` is behind what is known of the prefix.
-        """
+        """Refuse a length behind what is known of the prefix."""
         cache, known = self._planner.state, len(self._tokens)
         if self._page_keys:
             known = known // cache.page_words * cache.page_size
@@ -951,10 +952,7 @@ class EngineRequest(BaseRequest):
             )
 
     def _check_named(self, verb: str, name: str, pages: NamedPages, after: Stream | None) -> None:
-        """
-        Raises:
-            UsageError: no pages are named, or a stream is given to a cache that hands its copies out.
-        """
+        """Refuse what names no pages, and a stream where the copies are handed out."""
         if not isinstance(pages, Mapping):
             raise UsageError(f"{verb}({name}=...) must name the engine's pages by pool, not {pages!r}")
         if after is not None and not self._executor.copies_here:

@@ -218,11 +218,11 @@ class Planner:
         return self.backups.backup(due[-1]) if due else []
 
     def due_in_storage(self, request: RequestState) -> Node | None:
-        """The end of the matched path if it is to be written to storage now, because an engine's pages are on
-        the host before the policy wants them in storage (write-through-selective); else None."""
+        """The end of the matched path if it is to be written to storage now: an engine's pages are on the
+        host before the policy wants them in storage (write-through-selective). Else None."""
         node = request.lease.node
         selective = self.state.options.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
-        return node if self.state.host_only and selective and node.pages and self.backups.due(node) else None
+        return node if selective and node.pages and self.backups.due(node) else None
 
     def release(self, request: RequestState, error: BaseException | None = None) -> None:
         """Drop one user (the request, a copy, or a stream); the last one frees the request's slots.
