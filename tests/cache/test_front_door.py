@@ -125,6 +125,19 @@ async def test_checkpoints_say_where_states_are_wanted(checkpoints: str, cuts: t
             assert request.keeps_output is output
 
 
+@pytest.mark.parametrize("length", [20, 18])
+async def test_pages_are_published_alone_where_no_state_is_wanted(length: int):
+    async with HybridCache.open(SPEC, config(tails=True)) as cache:
+        async with cache.request(PROMPT) as request:
+            await request.load()
+            request.extend(20)
+            await request.checkpoint(length, final=True, states=False)
+        async with cache.request([*PROMPT[:length], 1]) as request:
+            await request.load()
+            assert (request.hit.tokens, request.hit.full_tokens) == (0, length // PAGE * PAGE)
+        assert cache.verify() == []
+
+
 async def test_the_state_of_a_snapshot_is_published():
     async with HybridCache.open(SPEC, config()) as cache:
         engine = Engine(cache)

@@ -755,7 +755,9 @@ class Request(BaseRequest):
         return self._copy_states(state, self._planner.snapshot(state, length))
 
     @_phase("checkpoint")
-    def checkpoint(self, length: int, *, after: Stream | None = None, final: bool = False) -> Ticket:
+    def checkpoint(
+        self, length: int, *, after: Stream | None = None, final: bool = False, states: bool = True
+    ) -> Ticket:
         """Publish the whole pages up to `length` tokens, and the state there.
 
         The state is the snapshot taken at `length`; else the working state, if `length` is a whole number
@@ -771,6 +773,8 @@ class Request(BaseRequest):
                 the pages at once, so their forwards must run on this stream too, or wait for it.
             final: the request computes nothing more. Its working state is handed over, without a copy and
                 without a second state slot, which might not be free.
+            states: publish the state too; False where the option `checkpoints` wants none (`cuts`,
+                `keeps_output`). Models without states ignore it.
 
         Returns:
             The ticket of the state's copy. The next forward overwrites the working state, so it must
@@ -783,10 +787,11 @@ class Request(BaseRequest):
         after = after or self._stream
         self._executor.check_stream(after)
         state, length = self._checked("checkpoint", length)
-        self._check_reached("checkpoint", state, length, states=self._uses_states(state, length, final=final))
+        uses_states = states and self._uses_states(state, length, final=final)
+        self._check_reached("checkpoint", state, length, states=uses_states)
         self._order_after(state, after)
         if self._publishes(state):
-            copies = self._planner.publish(state, length, final=final)
+            copies = self._planner.publish(state, length, final=final, states=states)
         else:
             copies, state.published.lost = [], True
         ticket = self._copy_states(state, copies)

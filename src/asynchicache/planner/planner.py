@@ -401,14 +401,18 @@ class Planner:
             )[0]
         return True
 
-    def publish(self, request: RequestState, length: int, *, final: bool = False) -> list[Copy]:
+    def publish(
+        self, request: RequestState, length: int, *, final: bool = False, states: bool = True
+    ) -> list[Copy]:
         """Insert the whole pages up to `length` tokens into the tree, and a state if there is one; with
         tails, also the page that ends there.
 
         The state is the snapshot taken at that length; else the working state, if `length` is a whole number
         of pages, or final and a tail. The caller guarantees that a forward ended there. `final`: the request
         computes nothing more, so the tree takes the working state itself, without a copy or another slot.
+        `states`: False for whole pages alone, where a state would be of no use.
         """
+        states |= not self._states
         published = request.published
         if request.epoch != self._tree.epoch:
             published.lost = True  # its pages are of other weights than those served now
@@ -429,20 +433,16 @@ class Planner:
         request.borrowed = pages
         published.pages.add(pages)
         published.tail = 0
-        if length % self.state.page_size == 0:
+        if states and length % self.state.page_size == 0:
             published.resumable = max(published.resumable, pages)
         for node in result.filled:
             node.hits = max(node.hits, 1)  # it may already be on the host with hits: the count never falls
         self.backups.count_seen(request, pages)
         request.finished = final
-        copy = None
-        if final and request.snapshot_tokens != length:
-            self._give_states(request, result.node, length)
-        else:
-            copy = self._publish_states(request, result.node, length)
+        copy = self._end_states(request, result.node, length, final=final) if states else None
         forks = [] if copy is None else [copy]
         end = result.node
-        if self.state.tails:
+        if self.state.tails and states:
             tail, fork = self.ends.publish(request, end, length, final=final)
             if tail is not None and final:
                 tail.hits = max(tail.hits, 1)
@@ -486,6 +486,13 @@ class Planner:
                 ends.append(node)
             node = above
         return ends[::-1]
+
+    def _end_states(self, request: RequestState, node: Node, length: int, *, final: bool) -> Copy | None:
+        """Publish the states at the end of the whole pages; return their copy, if there is one."""
+        if not final or request.snapshot_tokens == length:
+            return self._publish_states(request, node, length)
+        self._give_states(request, node, length)
+        return None
 
     def _give_states(self, request: RequestState, node: Node, length: int) -> None:
         """Hand the working states over to `node`, for components where it has none."""

@@ -115,21 +115,23 @@ class TokenPlayer:
 
     def _end(self, request: TraceRequest) -> int:
         """The tokens that are published: of a prompt, and of its output."""
-        if request.answer:  # one token more: not where a state is kept
-            whole = len(request.blocks(answer=True)) * self._tokens.trace.block_size
-            return whole + (not self._planner.checkpoints.output)
+        if request.answer:
+            return len(request.blocks(answer=True)) * self._tokens.trace.block_size
         return request.tokens + max(request.output - 1, 0) * self._outputs
 
     def _compute(self, state: RequestState, number: int) -> None:
         planner, request = self._planner, self._tokens.trace.requests[number]
         size, end = planner.state.page_size, self._end(request)
-        stops = {*planner.cuts(state), request.tokens, end}
+        kept = {*planner.cuts(state)}
+        stops = {*kept, request.tokens, end}
+        if end > request.tokens and planner.checkpoints.output:
+            kept.add(end)
         state.tokens.extend(self._tokens.ids(number, end)[request.tokens :])
         done = state.hit_tokens(size)
         for stop in sorted(stop for stop in stops if stop > done):
             planner.extend(state, max(stop - state.reserved, 0))
             self._cache.carry_out(planner.backups.clean())
-            self._cache.carry_out(planner.publish(state, stop, final=stop == end))
+            self._cache.carry_out(planner.publish(state, stop, final=stop == end, states=stop in kept))
 
     def _served(self, state: RequestState, known: int) -> ReplayedRequest:
         size, prompt = self._planner.state.page_size, state.prompt

@@ -146,13 +146,15 @@ class WatchedRequest(Request):
         self._snapshot = length
         return self._hand_out("snapshot", ticket)
 
-    def checkpoint(self, length: int, *, after: Stream | None = None, final: bool = False) -> Ticket:
+    def checkpoint(
+        self, length: int, *, after: Stream | None = None, final: bool = False, states: bool = True
+    ) -> Ticket:
         if not self._suspending:
             self._check_tickets("checkpoint")
         if self._watches:
             _, length = self._checked("checkpoint", length)
             self._look(length)
-        ticket = super().checkpoint(length, after=after, final=final)
+        ticket = super().checkpoint(length, after=after, final=final, states=states)
         return ticket if final or self._suspending else self._hand_out("checkpoint", ticket)
 
     def suspend(self, length: int, *, after: Stream | None = None) -> None:

@@ -7,18 +7,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise, takewhile
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from asynchicache import CacheConfig
+from asynchicache import CacheConfig, CacheHint, PrefixCachedModel
 from asynchicache.integrations.serve.loading import LoadedModel, load_checkpoint
-from asynchicache.integrations.serve.tokenizers import ByteTokenizer, Conversation
+from asynchicache.integrations.serve.tokenizers import Conversation
 from asynchicache.integrations.transformers.asking import spec_from_model
 from asynchicache.replay.options import ReplayOptions
 from asynchicache.replay.run import run_replay
 from asynchicache.replay.trace import read_trace
 from integrations.serve.checkpoints import save_checkpoint, tiny_loaded
 from integrations.serve.serving import PAGE, Running, running, uncached
+from integrations.zoo import random_tokens, tiny_model
 from integrations.zoo_configs import WINDOW
 
 THINKS = (
@@ -104,19 +106,65 @@ async def test_each_turn_hits_what_is_repeated_in_the_server_and_in_a_replay(
 
     requests = list(read_trace(trace).requests)
     assert [(request.tokens, request.output) for request in requests] == [one[:2] for one in seen]
-    if "mamba" in pools or isinstance(loaded.tokenizer, ByteTokenizer):  # what a template drops is known
-        assert len({request.session for request in requests[::2]}) == 1
-    assert requests[0].session != requests[1].session
-    lines = trace.read_text().splitlines(keepends=True)
-    replay = partial(run_replay, progress=lambda done, total: None)
-    hits = [0]
-    for count in range(1, len(lines) + 1):
-        (tmp_path / "part").write_text("".join(lines[:count]))
-        options = ReplayOptions(str(tmp_path / "part"), pools=pools, window=WINDOW, checkpoint=checkpoints)
-        hits.append(sum(replay(options).tokens_by_tier.values()))
-    assert [after - before for before, after in pairwise(hits)] == [cached for _, _, cached in seen]
-    if "swa" not in pools:  # page by page, it is the same
-        options = ReplayOptions(str(trace), pools=pools, page_size=PAGE, checkpoint=checkpoints)
-        assert sum(replay(options).tokens_by_tier.values()) == hits[-1]
+    first, second = ({request.session for request in requests[number::2]} for number in range(2))
+    assert len(first) == len(second) == 1
+    assert first != second
+    check_replays(trace, pools, PAGE, checkpoints, [cached for _, _, cached in seen])
     assert sum(cached > 0 for _, _, cached in seen) >= 4
-    assert any("answer_runs" in json.loads(line) for line in lines)
+    assert any("answer_runs" in json.loads(line) for line in trace.read_text().splitlines())
+
+
+def check_replays(trace: Path, pools: str, page: int, checkpoints: str, cached: Sequence[int]) -> None:
+    """Replays by block and by token hit what a server hit, request by request."""
+    lines, part = trace.read_text().splitlines(keepends=True), trace.with_name("part")
+    for page_size in (0, page) if "swa" not in pools else (0,):
+        options = ReplayOptions(
+            str(part), pools=pools, window=WINDOW, checkpoint=checkpoints, page_size=page_size
+        )
+        hits = [0]
+        for count in range(1, len(lines) + 1):
+            part.write_text("".join(lines[:count]))
+            found = run_replay(options, lambda done, total: None)
+            hits.append(sum(found.tokens_by_tier.values()))
+        assert [after - before for before, after in pairwise(hits)] == cached
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("name", "pools", "page", "checkpoints", "chunk"),
+    [
+        ("qwen3", "kv", 8, "prompt+16", 24),
+        ("gemma3", "kv,swa", 8, "output", 64),
+        ("qwen3_5", "kv,mamba", 16, "none", 512),
+        ("qwen3_5", "kv,mamba", 8, "prompt+branch", 64),
+        ("lfm3", "kv,swa,mamba", 32, "branch", 64),
+        ("lfm3", "kv,swa,mamba", 16, "output+32", 24),
+    ],
+)
+async def test_any_policy_replays_to_what_was_hit(
+    tmp_path: Path, name: str, pools: str, page: int, checkpoints: str, chunk: int
+) -> None:
+    """Prompts and answers of any length, many of them of whole pages; of some, an end is not repeated."""
+    model, chance, trace, cached = tiny_model(name), Random(page), tmp_path / "own.jsonl", []
+    slots = {pool.name: 256 for pool in spec_from_model(model).owners}
+    config = CacheConfig(device_slots=slots, host_slots=slots, checkpoints=checkpoints)
+    async with PrefixCachedModel.open(model, config=config, page_size=page, prefill_chunk=chunk) as served:
+        served.cache.record(trace)
+        talks = [random_tokens(10 + 30 * number) for number in range(2)]
+        for turn in range(10):
+            number, invitation = turn % 2, [7] * chance.choice([0, 5])
+            talk = talks[number] + random_tokens(chance.randrange(1, 60), seed=turn)
+            talk += [9] * (chance.choice([0, 1]) * (-len(talk) % page))
+            prompt = talk + invitation
+            whole = -(len(prompt) - 1) % page + page  # an answer that ends with a page
+            answer = served.generate(
+                prompt,
+                max_new_tokens=chance.choice([whole, chance.randrange(1, 30)]),
+                stop_token_ids=(),
+                hint=CacheHint(repeats=(len(talk),)) if invitation else CacheHint(),
+            )
+            words = [token async for token in answer]
+            await served.drain()
+            cached.append(answer.cached_tokens)
+            talks[number] = talk + words if invitation else prompt + words
+    check_replays(trace, pools, page, checkpoints, cached)

@@ -117,6 +117,7 @@ class Api:
         model: an open model; the caller closes it.
         served: the model as clients see it.
         storage: name of the configured storage, which may not be attached yet; empty for none.
+        records: a trace is recorded, which tells conversations by what their templates repeat.
 
     Attributes:
         counts: results of requests.
@@ -124,13 +125,17 @@ class Api:
         stopping: set it to refuse new requests.
     """
 
-    def __init__(self, model: PrefixCachedModel, served: ServedModel, storage: str = "") -> None:
+    def __init__(
+        self, model: PrefixCachedModel, served: ServedModel, storage: str = "", *, records: bool = False
+    ) -> None:
         self.model = model
         self.storage = storage
         self.served = served
         self.counts = RequestCounts()
         self.first_token = Histogram()
         self.stopping = False
+        # Pages of attention can be resumed anywhere.
+        self._asks_repeats = records or any(not pool.per_token for pool in model.spec.pools)
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._seconds = 1.0
         self._busy = 0
@@ -208,13 +213,9 @@ class Api:
     def _encoded_chat(self, request: ChatRequest) -> tuple[list[int], CacheHint]:
         tokenizer, conversation, hint = self.served.tokenizer, request.conversation(), request.hint
         tokens = tokenizer.encode_chat(conversation)
-        if self._keeps_states and not hint.repeats:  # pages of attention can be resumed anywhere
+        if self._asks_repeats and not hint.repeats:
             hint = replace(hint, repeats=tokenizer.repeated(conversation, tokens))
         return tokens, hint
-
-    @property
-    def _keeps_states(self) -> bool:
-        return any(not pool.per_token for pool in self.model.spec.pools)
 
     async def _prompt_tokens(self, request: GenerationRequest) -> list[int]:
         tokenizer = self.served.tokenizer

@@ -167,7 +167,8 @@ async def open_api(loaded: LoadedModel, settings: ServeSettings) -> AsyncIterato
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
     ) as model:
-        api = Api(model, _served(loaded, settings, model.capacity_tokens), config.storage or "")
+        served = _served(loaded, settings, model.capacity_tokens)
+        api = Api(model, served, config.storage or "", records=bool(settings.record_trace))
         try:
             async with (
                 _signals(model.cache, settings),

@@ -34,7 +34,7 @@ _CALLED: tuple[Mapping[str, Any], ...] = (
     {"role": "tool", "tool_call_id": _CALL["id"], "name": "look", "content": "It is."},
 )
 """What may follow a question. How much of an invitation is repeated depends on it: text joins its last mark,
-thoughts take the place of none."""
+thoughts take the place of none. A call is followed by its result, and, one turn on, by a question."""
 
 
 def repeated_lengths(
@@ -47,8 +47,8 @@ def repeated_lengths(
 ) -> tuple[int, ...]:
     """Return the lengths up to which later prompts of a conversation repeat this one, ascending.
 
-    They are for an answer and a new question, with and without thoughts; for a call of a tool; and, beyond
-    the first, for what continues the last message. Empty if it is not known.
+    They are for an answer and a new question, with and without thoughts; for a call of a tool, and the
+    question after it; and, beyond the first, for what continues the last message. Empty if it is not known.
 
     Args:
         prompt: the encoded messages, with the invitation to answer.
@@ -65,10 +65,12 @@ def repeated_lengths(
             return 0
 
     answered = bool(messages) and messages[-1].get("role") == "assistant"
-    turns = ((_QUESTION,),) if answered else (*_TURNS, _CALLED) if tools else _TURNS
+    turns = ((_QUESTION,),) if answered else (*_TURNS, _CALLED, (*_CALLED, *_TURNS[0])) if tools else _TURNS
     first, *others = (repeated((*messages, *turn)) for turn in turns)
     continued = repeated(messages, invited=False)
-    return tuple(sorted({first, *others, continued if continued >= first else 0} - {0}))
+    lengths = (first, continued if continued >= first else 0, *others)
+    found = dict.fromkeys(length for length in lengths if length)
+    return tuple(sorted(list(found)[:MAX_REPEATS]))
 
 
 def _common(prompt: Sequence[int], text: str, other: str, encode: Callable[[str], list[int]]) -> int:

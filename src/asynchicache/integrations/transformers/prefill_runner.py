@@ -145,7 +145,9 @@ class PrefillRunner:
             await prefix.save(stop)
             # A window moves on with the next chunk, so models with windows publish after each one.
             if stop in cuts or stop == end or self.context.window_pages:
-                await prefix.publish(stop, final=stop >= self.context.publishable(end))
+                # A cut that this prefill does not reach is made where it ends.
+                wanted = stop in cuts or (stop == end and max(cuts, default=0) > end)
+                await prefix.publish(stop, final=stop >= self.context.publishable(end), states=wanted)
             if self.context.window_pages:
                 await calls.run(Trim(prefix.sequence))
             running.at = stop
@@ -174,14 +176,14 @@ class PrefillRunner:
                 has reached none.
             known: tokens that were published before.
         """
-        context = self.context
+        context, states = self.context, request.keeps_output
         ends: list[tuple[int, bool]] = []  # and whether its states were kept
-        if context.has_states and request.keeps_output:
+        if context.has_states and states:
             if kept is not None and kept > known:
                 ends.append((kept, True))
             if context.bridge.tails and length > max(known, kept or 0):
                 ends.append((length, False))  # the states in memory are those of its end
-        elif (length if context.bridge.tails else context.whole(length)) > known:
+        elif (length if context.bridge.tails and not context.has_states else context.whole(length)) > known:
             ends.append((length, False))
         if not ends:
             return
@@ -189,7 +191,7 @@ class PrefillRunner:
         await prefix.load(counted=False)
         for end, was_kept in ends:
             await prefix.save_late(end, kept=was_kept)
-            await prefix.publish(end, final=end == ends[-1][0])
+            await prefix.publish(end, final=end == ends[-1][0], states=states)
 
 
 async def open_prefill_runner(

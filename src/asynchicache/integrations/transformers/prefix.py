@@ -169,14 +169,14 @@ class CachedPrefix:
             self._give_up(error)
         return not self._over
 
-    async def publish(self, stop: int, *, final: bool) -> None:
-        """Publish tokens saved up to `stop`; `final`: the request publishes nothing more."""
+    async def publish(self, stop: int, *, final: bool, states: bool) -> None:
+        """Publish tokens saved up to `stop`, maybe with states; `final`: it publishes nothing more."""
         if self._over or stop > self._request.reserved:
             return None
         if not self._context.is_current(self._request):
             return self._outdated()
         try:
-            await self._request.checkpoint(stop, final=final)  # the state may be overwritten after that
+            await self._request.checkpoint(stop, final=final, states=states)  # they may be overwritten then
             self._over = final
         except CacheError as error:
             self._give_up(error)
