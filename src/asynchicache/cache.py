@@ -250,6 +250,8 @@ class BaseCache(Generic[RequestKind]):
 
     def trace(self, tracer: RequestTracer | None) -> None:
         """Report timed work to a tracer (`integrations.otel`) from now on; None: no tracing, no cost."""
+        if tracer is not None and not hasattr(tracer, "request"):
+            raise ConfigError(f"tracer {tracer!r:.200} must be a RequestTracer; instrument(cache) sets one")
         self._tracer = tracer
         self._parts.trace(tracer)
 
@@ -265,12 +267,15 @@ class BaseCache(Generic[RequestKind]):
                 the trace stands alone.
 
         Raises:
-            ConfigError: the file cannot be written.
+            ConfigError: the file cannot be written, or is being recorded; or `salt` is not bytes.
             ClosedError: the cache is closed.
         """
         self._parts.executor.check_open()
+        path, current = Path(path), self._parts.recorder
+        if current is not None and not current.closed and current.path.absolute() == path.absolute():
+            raise ConfigError(f"trace {str(path)!r} is being recorded: await recorder.aclose() first")
         recorder = TraceRecorder(
-            Path(path),
+            path,
             page_keys=self._parts.planner.state.page_keys,
             block_size=self.spec.page_size,
             port=self._parts.port,

@@ -124,6 +124,8 @@ class Coverage:
     def __post_init__(self) -> None:
         if self.pages is not None:
             check_number("coverage: pages", self.pages)
+            if self.pages < 0:
+                raise ConfigError(f"coverage: pages {self.pages} must be 0 at least, or None for every page")
 
     @property
     def trailing(self) -> bool:
@@ -198,6 +200,8 @@ def _convert(tokens: Iterable[int]) -> array[int]:
         raise InvalidTokensError("tokens are text; tokenise it first, and pass the token ids")
     if isinstance(tokens, Mapping):  # what a tokenizer of transformers returns
         raise InvalidTokensError(f"tokens are a mapping of {sorted(tokens)}; pass the ids in 'input_ids'")
+    if isinstance(tokens, set | frozenset):
+        raise InvalidTokensError("tokens are a set, which has no order; pass the list that a tokenizer gives")
     if len(shape := getattr(tokens, "shape", (0,))) != 1:
         cure = ": pass [0], its only row" if len(shape) == 2 and shape[0] == 1 else ", one prompt a request"
         raise InvalidTokensError(f"tokens have {len(shape)} dimensions, {list(shape)}; a prompt has 1{cure}")
@@ -205,6 +209,8 @@ def _convert(tokens: Iterable[int]) -> array[int]:
         cure = ": pass [0], the only one" if len(tokens) == 1 else ", one prompt a request"
         raise InvalidTokensError(f"tokens are a list of {len(tokens)} prompts{cure}")
     values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    if isinstance(values, list | tuple) and values and isinstance(values[0], bool):
+        raise InvalidTokensError("tokens are truth values, as of a mask; pass the token ids")
     try:
         return array("q", values)
     except OverflowError:

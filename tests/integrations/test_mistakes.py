@@ -17,10 +17,12 @@ from asynchicache import (
     CacheBridge,
     CacheConfig,
     CacheError,
+    Coverage,
     HybridCache,
     ModelSpec,
     PrefixCachedModel,
     Request,
+    TensorSpec,
     prefix_cached,
     spec_from_model,
 )
@@ -92,6 +94,25 @@ def from_a_padded_batch(bed: Bed) -> None:
     bed.bridge.save(extended(bed), stack([bed.held, other], padded=True), bed.done, bed.end)
 
 
+async def save_into_another(bed: Bed) -> None:
+    async with bed.cache.request(PROMPT) as other:
+        await other.load()
+        other.extend(bed.end - bed.done)
+        bed.bridge.save(other, bed.held, bed.done, bed.end)
+
+
+async def restore_after_close(bed: Bed) -> None:
+    async with bed.cache.request(PROMPT) as request:
+        await request.load()
+        await bed.cache.aclose()
+        bed.bridge.restore(request)
+
+
+def record_twice(bed: Bed) -> None:
+    for name in ("trace", "./trace"):
+        bed.cache.record(name)
+
+
 async def entered(thing: Any) -> None:
     async with thing:
         pass
@@ -106,6 +127,8 @@ IN_A_REQUEST: dict[str, tuple[Callable[[Bed], object], str]] = {
     "text": (lambda bed: bed.cache.request("text"), "tokenise it first"),
     "mapping": (lambda bed: bed.cache.request({"input_ids": [1]}), "pass the ids in 'input_ids'"),
     "row of a batch": (lambda bed: bed.cache.request(torch.tensor([[1, 2]])), "pass [0], its only row"),
+    "set": (lambda bed: bed.cache.request({3, 1}), "a set, which has no order"),
+    "mask": (lambda bed: bed.cache.request(torch.ones(9).bool()), "truth values, as of a mask"),
     "text in append": (lambda bed: bed.request.append("text"), "tokenise it first"),
     "list of a prompt": (lambda bed: bed.cache.request([PROMPT]), "pass [0], the only one"),
     "list of prompts": (lambda bed: bed.cache.request([PROMPT, PROMPT]), "one prompt a request"),
@@ -156,6 +179,12 @@ IN_A_REQUEST: dict[str, tuple[Callable[[Bed], object], str]] = {
     "save of tensors": (lambda bed: bed.bridge.save(bed.request, ((PROMPT,),), 0, 1), "not tuple"),
     "save the wrong way round": (lambda bed: bed.bridge.save(bed.held, bed.request, 0, 1), "a request of"),
     "restore of a cache": (lambda bed: bed.bridge.restore(bed.cache), "not HybridCache"),
+    "save into another": (save_into_another, "that of another open request"),
+    "restore after close": (restore_after_close, "the cache is closed"),
+    "record twice": (record_twice, "is being recorded: await recorder.aclose() first"),
+    "salt of text": (lambda bed: bed.cache.record("trace", salt="a"), "pass bytes, as text.encode()"),
+    "tracer of text": (lambda bed: bed.cache.trace("x"), "instrument(cache) sets one"),
+    "costs of text": (lambda bed: bed.request.computed("4", 1.0), "a whole number of tokens"),
     "save of a padded row": (from_a_padded_batch, "take a row out of a padded batch first"),
     "checkpoint before save": (lambda bed: extended(bed).checkpoint(bed.end), "only 32 tokens were written"),
     "suspend before save": (lambda bed: extended(bed).suspend(bed.end), "only 32 tokens were written"),
@@ -172,7 +201,10 @@ IN_A_REQUEST: dict[str, tuple[Callable[[Bed], object], str]] = {
 
 
 @pytest.mark.parametrize(("mistake", "cure"), IN_A_REQUEST.values(), ids=IN_A_REQUEST)
-async def test_in_a_request(mistake: Callable[[Bed], object], cure: str) -> None:
+async def test_in_a_request(
+    mistake: Callable[[Bed], object], cure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     async with made() as bed:
         with pytest.raises(CacheError) as caught:
             await done(lambda: mistake(bed))
@@ -242,6 +274,16 @@ BEFORE_IT: dict[str, tuple[Callable[[], object], str]] = {
             ("group", "a RankGroup"),
         )
     },
+    "page size beside a spec": (
+        lambda: entered(PrefixCachedModel.open(tiny_model(NAME), spec=SPEC, page_size=2 * PAGE)),
+        "leave page_size out",
+    ),
+    "options of no storage": (
+        lambda: entered(HybridCache.open(SPEC, CacheConfig(storage_options={"path": "x"}))),
+        "such as storage='file'",
+    ),
+    "tensor without a name": (lambda: TensorSpec("", (0,), (1,), "int8"), "must have a letter"),
+    "window of less than nothing": (lambda: Coverage(-1), "or None for every page"),
     "sampling of text": (lambda: Sampling(temperature="1"), "temperature '1': expected float"),
     "heads that do not divide": (
         lambda: ModelSpec.from_config(LlamaConfig(num_attention_heads=4, num_key_value_heads=3)),

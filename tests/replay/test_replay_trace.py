@@ -227,6 +227,7 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str):
     ("content", "words"),
     [
         (b"", "is empty"),
+        (zstandard.compress(b'{"timestamp": 9}' * 9)[:-3], "was cut in its first line"),
         (
             b"not a trace\n",
             "line 1: 'not a trace' looks like plain text; wanted is JSON with one request a line",

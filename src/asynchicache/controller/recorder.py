@@ -58,6 +58,7 @@ class TraceRecorder:
 
     Attributes:
         path: the file.
+        closed: whether it has ended.
         recorded, dropped: requests that were written, or had to be left out because writing was slower.
     """
 
@@ -80,8 +81,10 @@ class TraceRecorder:
                 time. Default: ids are numbers in order of appearance, and the salt is random.
 
         Raises:
-            ConfigError: the file cannot be written.
+            ConfigError: the file cannot be written, or `salt` is not bytes.
         """
+        if salt is not None and not isinstance(salt, bytes):
+            raise ConfigError(f"salt of a trace is a {type(salt).__name__}: pass bytes, as text.encode()")
         self.path = path
         self.recorded = self.dropped = 0
         self._page_words = KEY_WORDS if page_keys else block_size
@@ -94,7 +97,7 @@ class TraceRecorder:
         self._sessions: dict[int | bytes, dict[bytes, str]] = {}  # by last block, and by what is behind it
         self._open: set[RecordedRequest] = set()
         self._waiting_bytes = 0
-        self._closed = False
+        self.closed = False
         self._lines: list[bytes] = []  # these two are the worker's
         self._lines_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -120,7 +123,7 @@ class TraceRecorder:
             prompt,
             request.hint.repeats,
         )
-        if self._closed or self._waiting_bytes + len(entry) > _MAX_WAITING_BYTES:
+        if self.closed or self._waiting_bytes + len(entry) > _MAX_WAITING_BYTES:
             self.dropped += 1
             return None
         self._waiting_bytes += len(entry)
@@ -237,9 +240,9 @@ class TraceRecorder:
 
     async def aclose(self) -> None:
         """Write what waits, requests that are still open too, and close the file; idempotent."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         for entry in self._open:
             self._worker.submit(partial(self._add, entry))
         self._open.clear()

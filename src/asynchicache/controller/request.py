@@ -443,7 +443,8 @@ class BaseRequest:
         Raises:
             ConfigError: a number is negative, or nothing was computed.
         """
-        before = self.hit.tokens if context is None else context
+        tokens = as_count("computed", tokens)
+        before = self.hit.tokens if context is None else as_count("computed", context)
         self._parts.costs.computed(tokens, before, seconds)
 
     @property
@@ -670,7 +671,9 @@ class Request(BaseRequest):
 
         Raises:
             RequestStateError: nothing has waited for the ticket of `load`, `checkpoint` or `snapshot`.
+            ClosedError: the cache is closed.
         """
+        self._executor.check_open()
         if self._copying is not None and not self._copying.done:
             raise RequestStateError(
                 "copies are still running: await load(), and each checkpoint() and snapshot()"

@@ -251,7 +251,7 @@ class _Reader:
             ConfigError: there is nothing to cache.
         """
         if not self.sessions and not self.skipped:
-            raise ConfigError(f"{where} is empty; a request a line is wanted")
+            raise ConfigError(f"{where} is empty, or was cut in its first line; a request a line is wanted")
         starts, counts = np.frombuffer(self._starts, np.uint64), np.frombuffer(self._counts, np.uint32)
         if not len(starts):
             raise ConfigError(f"{where}: no prompt has a whole block, so nothing can be cached")

@@ -78,6 +78,8 @@ class TensorSpec:
         if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"tensor {self.name!r}: dtype {self.dtype!r} is none of {sorted(DTYPE_BYTES)}")
         check_fields(self, f"tensor {self.name!r}: ")
+        if not self.name:
+            raise ConfigError(f"tensor name {self.name!r} must have a letter, such as 'keys'")
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
             raise ConfigError(f"tensor {self.name!r}: layers {self.layers} must be ascending, from 0")
         if min(self.shape, default=1) < 0:

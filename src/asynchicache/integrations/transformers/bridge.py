@@ -7,6 +7,7 @@ a group can make the same ones.
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import msgspec
 import torch
@@ -177,6 +178,7 @@ class CacheBridge:
         self._state = next((pool.name for pool in others if not pool.per_token), None)
         # The draft's pools share the slots of the target's pools.
         self._owners = {name: cache.spec.pool(full).slots_of or full for name, full in names.items()}
+        self._restored: WeakKeyDictionary[Cache, ReferenceType[Request]] = WeakKeyDictionary()
 
     def hit_slots(self, request: Request) -> HitSlots:
         """Where the hit of a request is.
@@ -242,6 +244,7 @@ class CacheBridge:
         """Return model memory with the first `request.hit.tokens` tokens; `request` as for `hit_slots`."""
         _check_is("restore", "a request of the cache", request, Request)
         memory = self.copies.restore(request.hit.tokens, self.hit_slots(request))
+        self._restored[memory] = ref(request)
         # From here on, `request` refuses to publish what was not saved.
         request.written(self, request.hit.tokens, states=None if self._state is None else True)
         return memory
@@ -264,6 +267,9 @@ class CacheBridge:
         """
         _check_is("save", "a request of the cache", request, Request)
         _check_is("save", "what restore() returned (an output's past_key_values)", memory, Cache)
+        restored = self._restored.get(memory, ref(request))()
+        if restored is not None and restored is not request and restored.inspect() is not None:
+            raise UsageError(f"this memory is that of another open request, {restored!r}: save it there")
         held = int(memory.get_seq_length())
         if states is None and held != stop:
             raise UsageError(

@@ -90,7 +90,7 @@ class PrefixCachedModel:
         model: PreTrainedModel,
         *,
         config: CacheConfig | None = None,
-        page_size: int = 64,
+        page_size: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         storage: StorageBackend | None = None,
         spec: ModelSpec | None = None,
@@ -105,7 +105,7 @@ class PrefixCachedModel:
         Args:
             model: a causal language model in evaluation mode, for exclusive use.
             config: the cache's options. Default: those of `CacheConfig`, on the model's device.
-            page_size: tokens per page.
+            page_size: tokens per page. Default: those of `spec`, or 64.
             tokenizer: decodes tokens for stop strings, gives the end token, and says how its chat template
                 ends a prompt, so that states are kept where the next turn goes on.
             storage: an open backend to use instead of the configured one; the caller closes it.

@@ -27,6 +27,7 @@ from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.types import check_number
 
+_PAGE_SIZE = 64
 _FEW = 16
 """One-token forwards in a row before calls of other requests run."""
 
@@ -199,7 +200,7 @@ async def open_prefill_runner(
     model: PreTrainedModel,
     config: CacheConfig | None,
     *,
-    page_size: int,
+    page_size: int | None,
     storage: StorageBackend | None,
     prefill_chunk: int,
     spec: ModelSpec | None = None,
@@ -218,8 +219,10 @@ async def open_prefill_runner(
     check_number("prefill_chunk", prefill_chunk)
     if spec is not None:
         check_kind("spec", spec, ModelSpec, "pass ModelSpec.from_config(model.config)")
+        if page_size not in (None, spec.page_size):
+            raise ConfigError(f"page_size {page_size}, and the spec has {spec.page_size}: leave it out")
     if spec is None:
-        spec = spec_from_model(model, page_size=page_size)
+        spec = spec_from_model(model, page_size=_PAGE_SIZE if page_size is None else page_size)
     else:
         check_spec(model, spec)
     check_model(model, config, spec)
