@@ -114,6 +114,9 @@ class CacheConfig(PlannerOptions, frozen=True, kw_only=True):
         super().check()
         if self.storage is not None:
             self.check_storage()
+        elif self.storage_options:
+            given = sorted(self.storage_options)
+            raise ConfigError(f"storage_options {given} without storage: name it, such as storage='file'")
         if self.rank >= self.ranks:
             raise ConfigError(f"rank {self.rank} of {self.ranks}: ranks count from 0")
 

@@ -104,6 +104,13 @@ def with_token(*, special: bool) -> Change:
 TEMPLATE = "chat_template.jinja"
 
 
+def without_merges(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    del content["model"]["merges"]
+    file.write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -134,10 +141,14 @@ TEMPLATE = "chat_template.jinja"
         (written("generation_config.json", '{"temperature": "hot"}'), "generation_config.json: .*hot"),
         (without_tokenizer, "no tokenizer.*--tokenizer bytes"),
         (written("tokenizer.json", "{}"), "its tokenizer cannot be loaded"),
+        (without_merges, "its tokenizer cannot be loaded: .*merges"),
         (with_token(special=False), "tokenizer has ids up to 300, but vocab_size of config.json is 300"),
         (written(TEMPLATE, "a\n{% for %}"), f"{TEMPLATE}: line 2: .*--chat-template"),
         (written(TEMPLATE, "{{ raise_exception('never') }}"), f"{TEMPLATE}: .*never"),
         (written(TEMPLATE, "{# nothing #}"), f"{TEMPLATE}: .*nothing"),
+        (written(TEMPLATE, ""), f"{TEMPLATE}: the chat template is empty"),
+        (written(TEMPLATE, "{% for i in range(10**9) %}{% endfor %}"), f"{TEMPLATE}: .*Range too big"),
+        (written(TEMPLATE, "{{ messages | length // 0 }}"), f"{TEMPLATE}: .*zero"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_at_the_start(

@@ -162,7 +162,9 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         encoded = tokenizer("a b")["input_ids"]  # without files, some classes make one that is empty
-    except UNREADABLE as error:
+    except Exception as error:
+        if not isinstance(error, UNREADABLE) and type(error) is not Exception:  # tokenizers raises bare ones
+            raise
         raise refusal(folder, f"its tokenizer cannot be loaded: {error}", _NO_TOKENIZER) from error
     if not set(encoded) - set(tokenizer.all_special_ids):
         raise refusal(

@@ -149,11 +149,14 @@ def _tokenizer(
     except (OSError, ValueError) as error:
         raise refusal(file, error, "give --chat-template a file of text") from error
     tokenizer = CheckpointTokenizer(found, text, stop_ids)
+    if (template or own.is_file()) and not (text or found.chat_template):
+        raise refusal(file, "the chat template is empty", _MEND)
     if text or found.chat_template:
         _check_template(tokenizer, file, vocabulary)
     return tokenizer
 
 
+_MEND = "mend it, or give another with --chat-template FILE"
 _PLAIN = ({"role": "user", "content": "Hello."},)
 _TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
 
@@ -164,7 +167,6 @@ def _check_template(tokenizer: CheckpointTokenizer, file: Path, vocabulary: int)
     Raises:
         ConfigError: the template cannot be used.
     """
-    cure = "mend it, or give another with --chat-template FILE"
     try:
         try:
             tokens = tokenizer.encode_chat(Conversation(_PLAIN))
@@ -173,9 +175,9 @@ def _check_template(tokenizer: CheckpointTokenizer, file: Path, vocabulary: int)
     except ApiError as error:
         cause = error.__cause__
         line = f"line {cause.lineno}: " if isinstance(cause, TemplateSyntaxError) else ""
-        raise refusal(file, f"{line}the chat template renders no plain turn: {cause}", cure) from error
+        raise refusal(file, f"{line}the chat template renders no plain turn: {cause}", _MEND) from error
     if not tokens:
-        raise refusal(file, "the chat template renders a plain turn to nothing", cure)
+        raise refusal(file, "the chat template renders a plain turn to nothing", _MEND)
     if max(tokens) >= vocabulary:
         why = f"the chat template writes token {max(tokens)}, but vocab_size of config.json is {vocabulary}"
         raise refusal(file, why, "take tokenizer and weights from one checkpoint")

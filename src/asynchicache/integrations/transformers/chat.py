@@ -19,7 +19,10 @@ Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
 
 _NEAR = 400  # characters before a difference that decide on its tokens
 
-UNFIT = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+UNFIT = (
+    *(TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError),
+    ArithmeticError,  # of numbers, and of a range that is too long
+)
 """What a template raises that refuses messages, or meets values of another type than it expects."""
 
 _ANSWER = {"role": "assistant", "content": "Yes."}
