@@ -6,7 +6,6 @@ from asynchicache.cache import HybridCache as HybridCache
 from asynchicache.config import CacheConfig as CacheConfig
 from asynchicache.config import PrefetchOptions as PrefetchOptions
 from asynchicache.controller.request import EngineRequest as EngineRequest
-from asynchicache.controller.request import Hit as Hit
 from asynchicache.controller.request import Request as Request
 from asynchicache.errors import AuditError as AuditError
 from asynchicache.errors import BusyError as BusyError
@@ -50,6 +49,7 @@ from asynchicache.specs import TensorSpec as TensorSpec
 from asynchicache.storage.limits import PoolLimits as PoolLimits
 from asynchicache.transfer.ticket import Ticket as Ticket
 from asynchicache.types import Coverage as Coverage
+from asynchicache.types import Hit as Hit
 from asynchicache.types import MissReason as MissReason
 from asynchicache.types import Outcome as Outcome
 from asynchicache.types import PrefetchPolicy as PrefetchPolicy

@@ -19,8 +19,9 @@ from asynchicache.config import CacheConfig
 from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.controller.event_hub import EventSubscription
 from asynchicache.controller.inspection import Inspection
+from asynchicache.controller.phases import RequestTracer
 from asynchicache.controller.recorder import TraceRecorder
-from asynchicache.controller.request import BaseRequest, EngineRequest, Hit, Request, RequestTracer
+from asynchicache.controller.request import BaseRequest, EngineRequest, Request
 from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
 from asynchicache.controller.tasks import shielded
 from asynchicache.errors import (
@@ -49,7 +50,7 @@ from asynchicache.storage.protocol import StorageBackend
 from asynchicache.streams.base import Device, Stream
 from asynchicache.transfer.remote import RemoteCopies
 from asynchicache.tree.outline import PrefixOutline, outline
-from asynchicache.types import key_array, token_array
+from asynchicache.types import Hit, key_array, token_array
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from operator import index
 from typing import NamedTuple, SupportsIndex
@@ -241,3 +241,25 @@ def as_count(what: str, value: SupportsIndex) -> int:
         return index(value)
     except TypeError:
         raise RequestStateError(f"{what}({value!r}): a whole number of tokens") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The prefix that a request need not compute.
+
+    Attributes:
+        tokens: length of the restored prefix, at least one token less than the prompt; whole pages, unless
+            the option `tails` lets it end inside one.
+        by_tier: the same tokens, under the farthest tier that any pool of the prefix came from.
+        reason: why the hit is not longer; NONE if it covers the whole prompt but its last page.
+        full_tokens: how far attention pages alone would have reached.
+        held_back_by: the pool that kept the hit shorter than that, or empty.
+        advice: a human-readable hint what would have helped; empty if no pool held the hit back.
+    """
+
+    tokens: int
+    by_tier: Mapping[Tier, int] = field(default_factory=dict)
+    reason: MissReason = MissReason.NONE
+    full_tokens: int = 0
+    held_back_by: str = ""
+    advice: str = ""

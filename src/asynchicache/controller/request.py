@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import partial, wraps
-from inspect import iscoroutinefunction
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 
 from asynchicache.controller.cache_parts import CacheParts
+from asynchicache.controller.phases import RequestSpans, phase
 from asynchicache.controller.recorder import RecordedRequest
 from asynchicache.errors import RequestStateError, UnknownPoolError, UsageError
 from asynchicache.planner.actions import Copy
@@ -19,87 +17,11 @@ from asynchicache.planner.engine_pages import NamedPages
 from asynchicache.planner.hints import NO_HINT
 from asynchicache.planner.request_state import RequestState
 from asynchicache.streams.base import Stream
-from asynchicache.tracing import Tracer
 from asynchicache.transfer.plan import Direction
 from asynchicache.transfer.record import OnWait
 from asynchicache.transfer.ticket import Ticket, done_ticket
 from asynchicache.tree.node import FULL, Node
-from asynchicache.types import KEY_WORDS, MissReason, Tier, as_count, key_array, token_array
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """The prefix that a request need not compute.
-
-    Attributes:
-        tokens: length of the restored prefix, at least one token less than the prompt; whole pages, unless
-            the option `tails` lets it end inside one.
-        by_tier: the same tokens, under the farthest tier that any pool of the prefix came from.
-        reason: why the hit is not longer; NONE if it covers the whole prompt but its last page.
-        full_tokens: how far attention pages alone would have reached.
-        held_back_by: the pool that kept the hit shorter than that, or empty.
-        advice: a human-readable hint what would have helped; empty if no pool held the hit back.
-    """
-
-    tokens: int
-    by_tier: Mapping[Tier, int] = field(default_factory=dict)
-    reason: MissReason = MissReason.NONE
-    full_tokens: int = 0
-    held_back_by: str = ""
-    advice: str = ""
-
-
-class RequestSpans(Protocol):
-    """The spans of one request."""
-
-    def phase(self, name: str, request: BaseRequest, length: object) -> AbstractContextManager[object]:
-        """Put what the body begins under the request's parent span, and under one of its own.
-
-        Args:
-            name: of that; empty: it has none.
-            request: whose verb runs.
-            length: what `checkpoint` was given.
-        """
-        ...
-
-
-class RequestTracer(Tracer, Protocol):
-    """A tracer that has spans for requests, too."""
-
-    def request(self, traceparent: str | None) -> RequestSpans:
-        """The spans of a new request; `traceparent`: the W3C header of their parent."""
-        ...
-
-
-Verb = TypeVar("Verb", bound=Callable[..., object])
-
-
-def _phase(name: str = "") -> Callable[[Verb], Verb]:
-    """Run a verb within a phase of its request, if that has spans."""
-
-    def decorate(verb: Any) -> Any:
-        def phase(request: BaseRequest, given: Sequence[object], named: Mapping[str, object]) -> Any:
-            spans = request.spans
-            assert spans is not None, "else there is no phase"
-            return spans.phase(name, request, given[0] if given else named.get("length"))
-
-        @wraps(verb)
-        def called(self: BaseRequest, *given: object, **named: object) -> object:
-            if self.spans is None:
-                return verb(self, *given, **named)
-            with phase(self, given, named):
-                return verb(self, *given, **named)
-
-        @wraps(verb)
-        async def awaited(self: BaseRequest, *given: object, **named: object) -> object:
-            if self.spans is None:
-                return await verb(self, *given, **named)
-            with phase(self, given, named):
-                return await verb(self, *given, **named)
-
-        return awaited if iscoroutinefunction(verb) else called
-
-    return decorate
+from asynchicache.types import KEY_WORDS, Hit, MissReason, as_count, key_array, token_array
 
 
 class BaseRequest:
@@ -142,7 +64,7 @@ class BaseRequest:
 
     # Life
 
-    @_phase("lookup")
+    @phase("lookup")
     async def __aenter__(self) -> Self:
         if self._state is not None or self._closed:
             raise RequestStateError("a request is used once; ask the cache for another")
@@ -160,7 +82,7 @@ class BaseRequest:
         self._count_hit(state)
         return self
 
-    @_phase()
+    @phase()
     async def __aexit__(
         self,
         kind: type[BaseException] | None,
@@ -310,7 +232,7 @@ class BaseRequest:
 
     # Before the load
 
-    @_phase("prefetch")
+    @phase("prefetch")
     async def prefetch(self) -> Hit:
         """Read the prefix from storage to the host, and wait as long as the policy says.
 
@@ -567,7 +489,7 @@ class Request(BaseRequest):
         await self._parts.admission.admit(state)
         return self.hit
 
-    @_phase()
+    @phase()
     def load(self, *, counted: bool = True) -> Ticket:
         """Enqueue the copies that put the prefix and its states on the device.
 
@@ -594,7 +516,7 @@ class Request(BaseRequest):
         state.runs_on(stream)
         self._copying = None  # what follows on this stream is ordered
 
-    @_phase()
+    @phase()
     def extend(self, tokens: int) -> dict[str, list[int]]:
         """Allocate room for `tokens` more tokens after the restored and extended ones; evicts if necessary.
 
@@ -609,7 +531,7 @@ class Request(BaseRequest):
         """
         return self._parts.admission.extend(*self._growing("extend", tokens))
 
-    @_phase()
+    @phase()
     async def reserve(self, tokens: int) -> dict[str, list[int]]:
         """As `extend`, but waits while other requests hold the pages.
 
@@ -735,7 +657,7 @@ class Request(BaseRequest):
                     f"forward at {length}, and save there"
                 )
 
-    @_phase()
+    @phase()
     def snapshot(self, length: int, *, after: Stream | None = None) -> Ticket:
         """Copy the working states, which must be at `length` tokens; replaces the previous snapshot.
 
@@ -757,7 +679,7 @@ class Request(BaseRequest):
         self._order_after(state, after or self._stream)
         return self._copy_states(state, self._planner.snapshot(state, length))
 
-    @_phase("checkpoint")
+    @phase("checkpoint")
     def checkpoint(
         self, length: int, *, after: Stream | None = None, final: bool = False, states: bool = True
     ) -> Ticket:
@@ -877,7 +799,7 @@ class EngineRequest(BaseRequest):
     `append` and `checkpoint` for each forward. The engine says which pages hold a prefix; there are no slots.
     """
 
-    @_phase()
+    @phase()
     def load(self, *, into: NamedPages, after: Stream | None = None, counted: bool = True) -> Ticket:
         """Enqueue the copies of the prefix and its states to the engine's pages.
 
@@ -904,7 +826,7 @@ class EngineRequest(BaseRequest):
         self._parts.prefetcher.leave(state)
         return self._start_load(state, copies, end, after=after, counted=counted)
 
-    @_phase("checkpoint")
+    @phase("checkpoint")
     def checkpoint(
         self, length: int, *, pages: NamedPages, after: Stream | None = None, final: bool = False
     ) -> Ticket:

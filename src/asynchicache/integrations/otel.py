@@ -18,7 +18,8 @@ from opentelemetry.trace import Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from asynchicache.cache import EngineCache, HybridCache
-from asynchicache.controller.request import BaseRequest, Hit
+from asynchicache.controller.request import BaseRequest
+from asynchicache.types import Hit
 
 PREFIX = "asynchicache."
 """Prefix of the names of spans and attributes."""

@@ -163,9 +163,9 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         encoded = tokenizer("a b")["input_ids"]  # without files, some classes make one that is empty
     except Exception as error:
-        if not isinstance(error, UNREADABLE) and type(error) is not Exception:  # tokenizers raises bare ones
-            raise
-        raise refusal(folder, f"its tokenizer cannot be loaded: {error}", _NO_TOKENIZER) from error
+        if isinstance(error, UNREADABLE) or type(error) is Exception:  # tokenizers raises bare ones
+            raise refusal(folder, f"its tokenizer cannot be loaded: {error}", _NO_TOKENIZER) from error
+        raise
     if not set(encoded) - set(tokenizer.all_special_ids):
         raise refusal(
             folder, "no tokenizer: neither tokenizer.json nor another file with a vocabulary", _NO_TOKENIZER

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 
 from asynchicache.cache import EngineCache, HybridCache
 from asynchicache.config import CacheConfig
-from asynchicache.controller.request import EngineRequest, Hit
+from asynchicache.controller.request import EngineRequest
 from asynchicache.controller.statistics import CacheStatistics
 from asynchicache.errors import CacheError, ClosedError
 from asynchicache.integrations.bridge import Job, JobState, LoopBridge
@@ -27,7 +27,7 @@ from asynchicache.integrations.vllm.kv_groups import KvGroup, KvGroups
 from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.pools.shared import HostHandle
 from asynchicache.transfer.remote import CopyOrder, CopyResult, RemoteCopies
-from asynchicache.types import Direction, Tier
+from asynchicache.types import Direction, Hit, Tier
 
 logger = logging.getLogger(__name__)
 
