@@ -96,7 +96,7 @@ def digests_of_other_tokens(opened: Opened) -> None:
 
 
 def a_slot_given_back_under_a_copy(opened: Opened) -> None:
-    (operation, *_) = opened.parts.executor._engine.in_flight()
+    (operation, *_) = opened.parts.executor._transfers.in_flight()
     pool, _, destinations = operation.transfers[0]
     assert pool == "kv"
     opened.state.free[FULL_DEVICE].release([int(destinations[0])])
@@ -105,7 +105,7 @@ def a_slot_given_back_under_a_copy(opened: Opened) -> None:
 def two_copies_into_one_slot(opened: Opened) -> None:
     for _ in range(2):
         operation = CacheOperation(Direction.BACKUP, (PoolTransfer("kv", [0], [30]),))
-        opened.parts.executor._engine.submit(operation, done=lambda _: None)
+        opened.parts.executor._transfers.submit(operation, done=lambda _: None)
 
 
 def an_arrival_that_nobody_brings(opened: Opened) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.controller.phases import RequestSpans, phase
 from asynchicache.controller.recorder import RecordedRequest
-from asynchicache.errors import RequestStateError, UnknownPoolError, UsageError
+from asynchicache.errors import ClosedError, RequestStateError, UnknownPoolError, UsageError
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.engine_pages import NamedPages
 from asynchicache.planner.hints import NO_HINT
@@ -595,7 +595,8 @@ class Request(BaseRequest):
             RequestStateError: nothing has waited for the ticket of `load`, `checkpoint` or `snapshot`.
             ClosedError: the cache is closed.
         """
-        self._executor.check_open()
+        if self._executor.closing:  # and no look at the loop: the thread that computes may call
+            raise ClosedError("the cache is closed")
         if self._copying is not None and not self._copying.done:
             raise RequestStateError(
                 "copies are still running: await load(), and each checkpoint() and snapshot()"
