@@ -328,10 +328,20 @@ def test_the_newest_promises_are_what_the_next_cache_is_asked_to_keep() -> None:
     promises.made(promised(9, "others"), path(A), set())
     promises.made(promised(5), StoredPath([], [], []), set())
 
-    turns = promises.asked("weights")
+    turns = promises.asked("weights", patient=True)
     assert [len(turn.prompt) - 1 for turn in turns] == [3, 4, 2]
     assert {(turn.tenant, turn.patience) for turn in turns} == {("alice", None)}
-    assert promises.asked("nobody") == []
+    assert promises.asked("nobody", patient=True) == []
+
+
+@pytest.mark.parametrize(("patient", "least"), [(True, 1), (False, 0)])
+def test_how_much_is_found_is_promised_to_who_waits_until_it_is_there(patient: bool, least: int) -> None:
+    store = ChaosStore()
+    promises = DurabilityOracle(store, Ledger(), loses_nothing=True)
+    stored(store, key(A))
+    promises.made(promised(1)._replace(least=1), path(A), set())
+
+    assert [turn.least for turn in promises.asked("weights", patient=patient)] == [least]
 
 
 # Recency
