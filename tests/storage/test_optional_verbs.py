@@ -20,7 +20,6 @@ from asynchicache.storage.divided import DividedPool, DividedStorage, StoredPart
 from asynchicache.storage.guard import GuardedPool
 from asynchicache.storage.protocol import (
     OPTIONAL_VERBS,
-    Capabilities,
     OptionalVerbs,
     PoolBinding,
     PoolEngine,
@@ -31,38 +30,23 @@ from asynchicache.testing.backends import OPTIONAL_CALLS, fingerprint_of, slab_o
 from asynchicache.testing.faults import CALLS, FaultRates, Faulty, Latency, Persistent
 from asynchicache.types import Outcome
 from asynchicache_lab.bench.storage.controller import WatchedBackend
+from storage.plain_engine import PlainEngine
 
 SOURCE = Path(protocol.__file__).parents[1]
 NEW = "describe"
 """A verb that is not there yet."""
 
 
-class Required:
+class Required(PlainEngine):
     """The verbs that every engine has, and nothing else; notes its calls."""
 
-    capabilities = Capabilities(durable=False, checks=True)
-
     def __init__(self) -> None:
+        super().__init__()
         self.asked: list[str] = []
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         self.asked.append("exists")
-        return bytearray([1] * len(keys))
-
-    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        return [Outcome.HIT] * len(keys)
-
-    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        return [Outcome.STORED] * len(keys)
-
-    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
-        return [Outcome.HIT] * len(keys)
-
-    async def clear(self) -> int:
-        return 0
-
-    async def aclose(self) -> None:
-        pass
+        return await super().exists(keys)
 
 
 class Everything(Required):

@@ -16,36 +16,9 @@ from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.breaker import BreakerState
 from asynchicache.storage.guard import GuardedPool
 from asynchicache.storage.limits import PoolLimits
-from asynchicache.storage.protocol import Capabilities
 from asynchicache.testing.backends import fingerprint_of, slab_of
 from asynchicache.types import Outcome
-
-
-class PlainEngine:
-    """Has every page; cannot be told of uses."""
-
-    def __init__(self, **capabilities: object) -> None:
-        self.capabilities = Capabilities(
-            **{"durable": False, "checks": True, "batch_keys": 4, "concurrency": 2, **capabilities}
-        )
-
-    async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
-        return bytearray([1] * len(keys))
-
-    async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        return [Outcome.HIT] * len(keys)
-
-    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
-        return [Outcome.STORED] * len(keys)
-
-    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
-        return [Outcome.HIT] * len(keys)
-
-    async def clear(self) -> int:
-        return 0
-
-    async def aclose(self) -> None:
-        pass
+from storage.plain_engine import PlainEngine
 
 
 class TouchedEngine(PlainEngine):
