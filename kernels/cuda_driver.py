@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from ctypes import POINTER, Structure, addressof, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, Structure, addressof, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from itertools import repeat
 from typing import Any
 
@@ -24,9 +24,13 @@ _ARGUMENTS = {
     "cuCtxSetCurrent": (c_void_p,),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    # function, blocks and threads by dimension, bytes of shared memory, stream, arguments, extra
+    "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, *(c_void_p,) * 3),
     "cuMemHostGetDevicePointer_v2": (POINTER(c_uint64), c_void_p, c_uint),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),  # to, from, bytes, stream
     "cuMemcpyBatchAsync": (*(c_void_p,) * 3, c_size_t, *(c_void_p,) * 2, c_size_t, c_void_p, c_void_p),
+    "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
+    "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
 }
 """By function, the types of its arguments (cuda.h), given once: ctypes then converts integers by itself."""
 
@@ -141,6 +145,36 @@ class CudaDriver:
         failed = set(map(function, *columns, repeat(stream))) - {0}
         if failed:
             raise _failure(f"cuMemcpyAsync of {len(batch.sizes)} runs", min(failed))
+
+    def load_function(self, binary: bytes, name: str) -> int:
+        """A function of a module in machine code, loaded on torch's current device until the process ends.
+
+        Raises:
+            DeviceError: the driver refused it.
+        """
+        self._enter_context()
+        module, function = c_void_p(), c_void_p()
+        self._call("cuModuleLoadData", byref(module), binary)
+        self._call("cuModuleGetFunction", byref(function), module, name.encode())
+        return function.value or 0
+
+    def launch(self, function: int, blocks: int, threads: int, extra: int) -> None:
+        """Launch a function on torch's current stream.
+
+        Args:
+            function: as `load_function` returns it.
+            blocks: how many.
+            threads: of each.
+            extra: the address of what `cuLaunchKernel` calls so, which names the packed arguments.
+
+        Raises:
+            DeviceError: the driver refused it.
+        """
+        self._enter_context()
+        stream = torch.cuda.current_stream().cuda_stream
+        code = self._short.cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, None, extra)
+        if code != 0:
+            raise _failure(f"cuLaunchKernel of {blocks} blocks", code)
 
     def _enter_context(self) -> None:
         """Give this thread a context if it has none, because it has not called torch's runtime yet.

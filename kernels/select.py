@@ -72,9 +72,11 @@ def copy_methods(items: PoolItems, *, pinned: bool) -> CopyMethods:
 
 def _triton_kernels(items: PoolItems, driver: CudaDriver, lacking: dict[str, str]) -> PageKernels | None:
     try:
-        from asynchicache.kernels.triton_copy import TritonKernels
+        from asynchicache.kernels.triton_copy import CudaLaunch, TritonKernels
 
-        return TritonKernels(items, driver)
+        with torch.cuda.device(items.device[0].device):
+            major, minor = torch.cuda.get_device_capability()
+            return TritonKernels(items, driver, CudaLaunch(driver, 10 * major + minor))
     except ImportError as error:  # Triton is optional
         lacking["kernel"] = f"Triton cannot be imported: {error}"
     except DeviceError as error:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from ctypes import c_int64, c_size_t, c_void_p, string_at
+from itertools import product
+from math import gcd
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +24,30 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from triton import language  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from asynchicache.errors import DeviceError  # noqa: E402
 from asynchicache.kernels import triton_copy  # noqa: E402
+from asynchicache.kernels.cuda_driver import CudaDriver  # noqa: E402
+from asynchicache.kernels.items import PoolItems  # noqa: E402
+from asynchicache.kernels.pointers import SamePointers  # noqa: E402
+from asynchicache.kernels.triton_copy import (  # noqa: E402
+    LANES,
+    MAX_WORDS,
+    WIDEST,
+    Arguments,
+    CudaLaunch,
+    KernelRow,
+    TritonKernels,
+    compiled,
+)
+from asynchicache.layouts import HostLayout  # noqa: E402
+from asynchicache.pools.device import DevicePool  # noqa: E402
+from asynchicache.pools.host import HostPool  # noqa: E402
+from asynchicache.specs import PoolSpec  # noqa: E402
+from asynchicache.transfer.copies import PoolMemory  # noqa: E402
+from asynchicache_lab.bench.transfer import POOLS  # noqa: E402
+from integrations.zoo import ALL, PAGE, tiny_spec  # noqa: E402
 from soaking import first  # noqa: E402
 
 CHECKS = Path(__file__).with_name("triton_checks.py")
@@ -58,94 +86,215 @@ def test_what_is_pinned_runs_interpreted_kernels() -> None:
     assert not _interpreter_fails("3.6.0", "2.3.5")
 
 
-WORDS = ["int64", "int32", "int16", "uint8"]
-BUILDS = first(
-    len(WORDS) + 4,
-    [
-        *((90, word, 1) for word in WORDS),
-        *((capability, "int64", 1) for capability in (80, 100)),
-        *((90, "uint8", pages) for pages in (8, 1024)),  # of small items a block holds many
-        *((capability, word, 1) for capability in (80, 100) for word in WORDS[1:]),
-        *((90, word, pages) for word in WORDS[:-1] for pages in (8, 1024)),
-    ],
-)
+CAPABILITIES = first(1, [90, 80, 100])
 
 
-def _kernel() -> JITFunction:
-    kernel = triton_copy._copy_rows_kernel
-    if not isinstance(kernel, JITFunction):
+@pytest.fixture(autouse=True)
+def _compiles() -> None:
+    if not isinstance(triton_copy._copy_rows, JITFunction):
         pytest.skip("Triton's interpreter is on in this process")
-    return kernel
 
 
-def _constants(word: str, pages: int, to_device: bool) -> dict[str, object]:
-    """Those of a launch."""
-    words = triton_copy.BLOCK_BYTES // getattr(torch, word).itemsize // pages
-    shape = {"block_pages": pages, "block_words": words}
-    return {"columns": 8, "word": getattr(language, word), "to_device": to_device, **shape}
-
-
-@pytest.mark.parametrize(("capability", "word", "pages"), BUILDS)
-def test_the_kernel_compiles_for_gpus_that_are_not_here(
-    capability: int, word: str, pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The interpreter takes what the compiler refuses; from here it is only the launch that needs a GPU."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = _kernel()
-    signature = {
-        one.name: "constexpr" if one.is_constexpr else one.annotation_type or "*i64" for one in kernel.params
-    }
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_machine_code_moves_the_widest_words_there_are(capability: int) -> None:
+    """Each width of a row has code of its own, which loads words of that width; nothing is spilled."""
+    threads, sizes = triton_copy._WARPS * 32, {"128", "64", "32", "U16", "U8"}
     for to_device in (True, False):
-        source = ASTSource(kernel, signature, _constants(word, pages, to_device))
+        found = compiled(capability, to_device)
+        usage, code = _disassembled(found.binary)
 
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+        stored = Counter(_size(instruction) for instruction in re.findall(r"\bSTG\S*", code))
+        loaded = Counter(_size(instruction) for instruction in re.findall(r"\bLDG\S*", code))
+        assert stored == dict.fromkeys(sizes, LANES // threads)
+        assert loaded["128"] == stored["128"]  # all others read the table and the slots, too
+        assert not re.findall(r"\b(?:LDL|STL)\b", code)
+        assert int(usage["REG"]) <= 64
+        assert (usage["STACK"], usage["LOCAL"], usage["SHARED"]) == ("0", "0", "0")
+        assert 0 <= found.hidden <= 2
 
-        assert f".target sm_{capability}" in compiled.asm["ptx"]
-        assert compiled.asm["cubin"].startswith(b"\x7fELF")
+
+def _disassembled(binary: bytes) -> tuple[dict[str, str], str]:
+    """What a function uses, and its instructions."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        usage, code = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    return dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)), code
 
 
-class _PlayedDriver:
-    """Says that there is a GPU; a launch would need one."""
+def _size(instruction: str) -> str:
+    """`LDG.E.128` is one of 128 bits."""
+    named = {"128", "64", "U16", "U8"} & set(instruction.split("."))
+    return named.pop() if named else "32"
 
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
 
-    def get_current_device(self) -> int:
-        return 99  # no other test's
+def _zoo() -> dict[str, tuple[PoolSpec, int]]:
+    """Pools and their page sizes."""
+    sizes = {
+        f"{name} in pages of {size}": (pool, size) for name, (pool, pages) in POOLS.items() for size in pages
+    }
+    specs = {f"{name} {dtype}": tiny_spec(name, dtype) for name in ALL for dtype in ("float32", "bfloat16")}
+    return sizes | {
+        f"{name} {pool.name}": (pool, PAGE) for name, spec in specs.items() for pool in spec.pools
+    }
 
-    def get_current_stream(self, device: int) -> int:
+
+@contextmanager
+def _memory(pool: PoolSpec, page_size: int, layout: HostLayout) -> Iterator[PoolMemory]:
+    host = HostPool(pool, page_size, 3, pin=False, layout=layout)
+    with closing(host):
+        yield PoolMemory(DevicePool(pool, page_size, 3), host)
+
+
+@pytest.mark.parametrize("layout", list(HostLayout))
+def test_each_row_of_every_pool_is_read_by_the_widest_words_of_its_units(layout: HostLayout) -> None:
+    """So all those are read 16 bytes a thread whose rows are multiples of them."""
+    for name, (pool, page_size) in _zoo().items():
+        with _memory(pool, page_size, layout) as memory:
+            items = memory.items()
+            rows = [KernelRow.of(items, row, SamePointers()) for row in items.rows]
+        assert [(name, row.width) for row in rows] == [
+            (name, gcd(WIDEST, row.unit * row.width)) for row in rows
+        ]
+
+
+def test_addresses_and_strides_limit_the_words_of_their_own_row() -> None:
+    slab = torch.zeros(4096, dtype=torch.uint8)
+    wide, odd = (
+        slab.as_strided((2, 2, 1, 32), (64, 128, 32, 1), 0),
+        slab.as_strided((1, 2, 1, 32), (40, 40, 32, 1), 4),
+    )
+    items = PoolItems.of([wide, odd], [wide.clone(), odd.clone()], [(0, 1), (0,)])
+
+    rows = [KernelRow.of(items, row, SamePointers()) for row in items.rows]
+
+    assert {(row.tensor, made.width) for row, made in zip(items.rows, rows, strict=True)} == {(0, 16), (1, 4)}
+
+
+class _Library:
+    """What a driver is asked for; it runs nothing."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[int, str] = {}
+        self.launched: list[tuple[str, int, int, tuple[int, ...]]] = []
+
+    def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802 - the driver's name
+        context._obj.value = 1
+        return 0
+
+    def cuModuleLoadData(self, module: Any, binary: bytes) -> int:  # noqa: N802
+        module._obj.value = len(binary)
+        return 0
+
+    def cuModuleGetFunction(self, function: Any, module: c_void_p, name: bytes) -> int:  # noqa: N802
+        function._obj.value = len(self.loaded) + 1
+        self.loaded[function._obj.value] = name.decode()
+        return 0
+
+    def cuLaunchKernel(self, function: int, *launch: Any) -> int:  # noqa: N802
+        blocks, _, _, threads, _, _, _, _, arguments, extra = launch
+        pointer, at, size, size_at, end = (c_void_p * 5).from_address(extra)
+        assert (arguments, pointer, size, end) == (None, 1, 2, None)
+        packed = string_at(at, c_size_t.from_address(size_at).value)
+        self.launched.append((function, blocks, threads, struct.unpack_from("=3q4i", packed)))
         return 0
 
 
-class _Slots:
-    """A tensor, as far as a launch looks at it."""
-
-    dtype = torch.int64
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def data_ptr(self) -> int:
-        return self._address
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> _Library:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    return _Library()
 
 
-def test_neither_numbers_nor_where_slots_begin_are_compiled_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_nothing_is_compiled_but_two_kernels_when_a_pool_opens(
+    library: _Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request would wait for each such compilation."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel, table, constants = _kernel(), _Slots(512), _constants("int64", 8, True)
-    monkeypatch.setattr(triton.runtime.driver, "_active", _PlayedDriver())
-    found = [
-        kernel.warmup(table, _Slots(start), _Slots(end), *numbers, grid=(1,), num_warps=8, **constants)
-        for start, end, numbers in (
-            (1024, 2048, (0, 1, 1, 1, 1)),
-            (1032, 2048, (16, 5, 7, 3, 2)),
-            (1024, 2056, (3, 1 << 20, 1 << 30, 1 << 17, 16)),
-        )
+    """For any pool, any layers of it and any number of pages: a request would wait for a compilation."""
+    compile_, counted = triton.compile, []
+    monkeypatch.setattr(triton, "compile", lambda *a, **b: counted.append(a) or compile_(*a, **b))
+    compiled.cache_clear()
+    opened = CudaLaunch(CudaDriver(library), 90)
+    assert (len(counted), list(library.loaded.values())) == (2, [compiled(90, True).name] * 2)
+
+    launches = 0
+    for pool, page_size in _zoo().values():
+        with _memory(pool, page_size, HostLayout.PAGE_FIRST) as memory:
+            items = memory.items()
+            kernels = TritonKernels(items, SamePointers(), opened)
+            for pages, layer in product((1, 3, 1000), range(max(row.layer for row in items.rows) + 1)):
+                slots = torch.zeros(pages, dtype=torch.int64)
+                for copy in (kernels.gather, kernels.scatter):
+                    copy(items.span(layer, layer + 1), slots, slots, checked=True)
+                    launches += bool(items.span(layer, layer + 1))
+
+    assert len(counted) == 2
+    assert len(library.launched) == launches
+
+
+def test_a_launch_is_packed_as_the_machine_code_takes_it(library: _Library) -> None:
+    """Every block of every row is one program's work, and what is added to the arguments is zero."""
+    pool, page_size = POOLS["mha"][0], 64
+    with _memory(pool, page_size, HostLayout.PAGE_FIRST_DIRECT) as memory:
+        items = memory.items()
+        kernels = TritonKernels(items, SamePointers(), CudaLaunch(CudaDriver(library), 90))
+        host, device = torch.tensor([2, 0]), torch.tensor([1, 2])
+        kernels.scatter(items.span(1, 3), host, device, checked=True)
+
+    ((function, blocks, threads, (table, *slots, first, pages, work, row_blocks)),) = library.launched
+    rows = (c_int64 * (len(kernels.rows) * len(KernelRow._fields))).from_address(table)[:]
+    assert rows == [value for row in kernels.rows for value in row]
+    assert slots == [host.data_ptr(), device.data_ptr()]
+    page_bytes = pool.slot_bytes(page_size) // len(kernels.rows)
+    assert row_blocks == 2 * page_bytes // (WIDEST * LANES)
+    assert (function, blocks, threads, first, pages, work) == (2, 32, 256, 2, 2, 4 * row_blocks)
+
+
+def test_more_pages_than_32_bits_count_are_several_launches() -> None:
+    """Memory that is never touched takes no room."""
+    words = MAX_WORDS // 2 - 5
+    host = torch.empty(words, dtype=torch.uint8).as_strided((1, 5, 1, words), (0, 0, 0, 1))
+    launched: list[Arguments] = []
+    kernels = TritonKernels(
+        PoolItems.of([host], [host]), SamePointers(), lambda *one: launched.append(one[2])
+    )
+
+    kernels.copy(range(1), 4096, 8192, 5, to_device=True)
+
+    assert [one[1:5] for one in launched] == [
+        (4096, 8192, 0, 2),
+        (4096 + 16, 8192 + 16, 0, 2),
+        (4096 + 32, 8192 + 32, 0, 1),
     ]
 
-    assert len(set(map(id, found))) == 1
+
+def test_a_machine_without_a_c_compiler_has_kernels(tmp_path: Path) -> None:
+    """Triton's own launcher is built by one."""
+    code = "from asynchicache.kernels.triton_copy import compiled; print(len(compiled(90, True).binary))"
+    kept = {name: value for name, value in os.environ.items() if name not in ("CC", "TRITON_INTERPRET")}
+    environment = kept | {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+
+    assert int(run.stdout or 0) > 10_000, run.stderr
+
+
+def test_what_triton_refuses_is_said_with_what_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object, **more: object) -> None:
+        raise PermissionError("[Errno 13] Permission denied: '/root/.triton'")
+
+    monkeypatch.setattr(triton, "compile", refuse)
+    compiled.cache_clear()
+
+    with pytest.raises(
+        DeviceError, match=r"capability 9\.0: Permission.*a newer Triton, or TRITON_CACHE_DIR"
+    ):
+        compiled(90, True)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from asynchicache.kernels.cuda_driver import CudaDriver
 from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.pointers import HostPointers, SamePointers
 from asynchicache.kernels.reference import ReferenceKernels
-from asynchicache.kernels.triton_copy import BLOCK_BYTES, TritonKernels
+from asynchicache.kernels.triton_copy import LANES, CudaLaunch, TritonKernels, interpreted
 from asynchicache.layouts import POISON, HostLayout, SlotLayout
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.types import trailing_pages
@@ -42,7 +42,7 @@ MAMBA = PoolSpec(
     coverage=trailing_pages(1),
     per_token=False,
 )
-LARGE = PoolSpec("kv", (TensorSpec("keys", (0,), (BLOCK_BYTES // 8 + 1,), "int64"),))  # of several blocks
+LARGE = PoolSpec("kv", (TensorSpec("keys", (0,), (LANES + 1,), "int64"),))  # of several blocks
 POOLS = {"mha": MHA, "mla": MLA, "dsa": DSA, "entries": ENTRIES, "swa": SWA, "mamba": MAMBA, "large": LARGE}
 PAGE_SIZES = {"large": 2}
 PAGES = {"large": 2}
@@ -50,6 +50,12 @@ PAGES = {"large": 2}
 
 def _pointers() -> HostPointers:
     return SamePointers() if INTERPRETED else CudaDriver.load()
+
+
+def _kernels(items: PoolItems, pointers: HostPointers | None = None) -> TritonKernels:
+    major, minor = (0, 0) if INTERPRETED else torch.cuda.get_device_capability()
+    launch = interpreted if INTERPRETED else CudaLaunch(CudaDriver.load(), 10 * major + minor)
+    return TritonKernels(items, pointers or _pointers(), launch)
 
 
 def _host(spec: PoolSpec, layout: SlotLayout, slots: int, fill: torch.Tensor) -> list[torch.Tensor]:
@@ -99,7 +105,7 @@ def test_gather_equals_reference(name: str, layout: HostLayout) -> None:
     layers = [tensor.layers for tensor in spec.tensors]
     reference = ReferenceKernels(PoolItems.of(wanted, device, layers))
     items = PoolItems.of(found, [items.to(DEVICE) for items in device], layers)
-    kernels = TritonKernels(items, _pointers())
+    kernels = _kernels(items)
 
     for rows in _all_and_each(items):
         for views in (wanted, found):
@@ -123,7 +129,7 @@ def test_scatter_equals_reference(name: str, layout: HostLayout) -> None:
     layers = [tensor.layers for tensor in spec.tensors]
     reference = ReferenceKernels(PoolItems.of(host, wanted, layers))
     items = PoolItems.of(host, found, layers)
-    kernels = TritonKernels(items, _pointers())
+    kernels = _kernels(items)
 
     for rows in _all_and_each(items):
         for tensor in (*wanted, *found):
@@ -141,7 +147,7 @@ def test_addresses_beyond_32_bits_are_reached() -> None:
     host = _sparse(stride + words).as_strided((1, 2, 1, words), (0, stride, 0, 1))
     host[0, 1] = 7
     device = torch.zeros(1, 1, 1, words, dtype=torch.uint8, device=DEVICE)
-    kernels = TritonKernels(PoolItems.of([host], [device]), _pointers())
+    kernels = _kernels(PoolItems.of([host], [device]))
 
     kernels.scatter(range(1), kernels.upload(torch.tensor([1])), kernels.upload(torch.tensor([0])))
     _synchronize()
@@ -161,21 +167,21 @@ def test_a_gpu_that_calls_host_memory_otherwise_gets_no_kernel() -> None:
     host = torch.zeros(1, 2, 1, 8, dtype=torch.uint8)
 
     with pytest.raises(DeviceError, match="by another address"):
-        TritonKernels(PoolItems.of([host], [host.to(DEVICE)]), Elsewhere())
+        _kernels(PoolItems.of([host], [host.to(DEVICE)]), Elsewhere())
 
 
 def test_an_item_too_large_to_count_gets_no_kernel() -> None:
     host = torch.zeros(1, 1, 1, 1, dtype=torch.uint8).expand(1, 1, 2**31, 1)  # all of them one byte
 
     with pytest.raises(DeviceError, match="an item of 2147483648 words"):
-        TritonKernels(PoolItems.of([host], [host[:, :, :1].to(DEVICE).expand(host.shape)]), SamePointers())
+        _kernels(PoolItems.of([host], [host[:, :, :1].to(DEVICE).expand(host.shape)]), SamePointers())
 
 
 def test_no_pages_copy_nothing() -> None:
     host, device = torch.zeros(1, 2, 1, 3), torch.full((1, 2, 1, 3), 9)
     host, device = host.to(torch.uint8), device.to(torch.uint8).to(DEVICE)
     host = host if INTERPRETED else host.pin_memory()
-    kernels = TritonKernels(PoolItems.of([host], [device]), _pointers())
+    kernels = _kernels(PoolItems.of([host], [device]))
     none = kernels.upload(torch.empty(0, dtype=torch.int64))
 
     kernels.scatter(range(1), none, none)
@@ -195,7 +201,7 @@ def test_no_pages_copy_nothing() -> None:
 )
 def test_slots_of_another_form_are_refused(slots: torch.Tensor, rows: range, message: str) -> None:
     host = torch.zeros(1, 2, 1, 8, dtype=torch.uint8, pin_memory=not INTERPRETED)
-    kernels = TritonKernels(PoolItems.of([host], [host.to(DEVICE)]), _pointers())
+    kernels = _kernels(PoolItems.of([host], [host.to(DEVICE)]))
 
     with pytest.raises(UsageError, match=message):
         kernels.scatter(rows, slots.to(DEVICE), torch.tensor([0]).to(DEVICE))
@@ -203,7 +209,7 @@ def test_slots_of_another_form_are_refused(slots: torch.Tensor, rows: range, mes
 
 def test_slots_that_are_not_there_or_written_twice_are_refused() -> None:
     host = torch.zeros(1, 3, 1, 8, dtype=torch.uint8, pin_memory=not INTERPRETED)
-    kernels = TritonKernels(PoolItems.of([host], [host.to(DEVICE)]), _pointers())
+    kernels = _kernels(PoolItems.of([host], [host.to(DEVICE)]))
     good, high, twice = (torch.tensor(slots).to(DEVICE) for slots in ([0, 1], [0, 3], [2, 2]))
 
     for host_slots, device_slots, message in (
