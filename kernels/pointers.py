@@ -8,7 +8,7 @@ from asynchicache.errors import DeviceError
 
 
 class HostPointers(Protocol):
-    """Translates addresses; `cuda_driver.CudaDriver` is one."""
+    """Translates addresses; `asynchicache.cuda_driver.CudaDriver` is one."""
 
     def device_address(self, address: int) -> int:
         """

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from asynchicache.cuda_driver import CudaDriver
 from asynchicache.errors import DeviceError
-from asynchicache.kernels.batch import BatchCopy, memmove_batch
-from asynchicache.kernels.cuda_driver import CudaDriver
+from asynchicache.kernels.batch import BatchCopy, RunBatch, memmove_batch
 from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.pointers import shared_address
 from asynchicache.kernels.reference import ReferenceKernels
@@ -58,7 +60,7 @@ def copy_methods(items: PoolItems, *, pinned: bool) -> CopyMethods:
         reason = "host memory is not pinned"
         return CopyMethods(lacking={"kernel": reason, "batch": reason})
     try:
-        driver = CudaDriver.load()
+        driver = CudaDriver.load(device.index or 0)
         for tensor in items.host:
             shared_address(tensor.data_ptr(), driver)
     except DeviceError as error:
@@ -67,7 +69,13 @@ def copy_methods(items: PoolItems, *, pinned: bool) -> CopyMethods:
     if not driver.has_batches:
         lacking["batch"] = "the driver is older than CUDA 12.8"
     kernels = _triton_kernels(items, driver, lacking)
-    return CopyMethods(kernels, driver.copy_batch if driver.has_batches else None, lacking)
+    return CopyMethods(kernels, partial(_copy_batch, driver) if driver.has_batches else None, lacking)
+
+
+def _copy_batch(driver: CudaDriver, batch: RunBatch) -> None:
+    columns = [np.ascontiguousarray(column) for column in (batch.destinations, batch.sources, batch.sizes)]
+    to, of, sizes = (column.ctypes.data for column in columns)
+    driver.copy_batch(to, of, sizes, len(batch.sizes), torch.cuda.current_stream().cuda_stream)
 
 
 def _triton_kernels(items: PoolItems, driver: CudaDriver, lacking: dict[str, str]) -> PageKernels | None:

@@ -27,8 +27,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from asynchicache.cuda_driver import CudaDriver
 from asynchicache.errors import DeviceError, UsageError
-from asynchicache.kernels.cuda_driver import CudaDriver
 from asynchicache.kernels.items import LayerRow, PoolItems
 from asynchicache.kernels.pointers import HostPointers, shared_address
 
@@ -205,7 +205,8 @@ class CudaLaunch:
             DeviceError: the driver refused it.
         """
         self._format.pack_into(self._packed, 0, *arguments)
-        self._driver.launch(self._functions[to_device], programs, _WARPS * 32, addressof(self._extra))
+        function, stream = self._functions[to_device], torch.cuda.current_stream().cuda_stream
+        self._driver.launch(function, programs, _WARPS * 32, addressof(self._extra), stream)
 
 
 class KernelRow(NamedTuple):

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from asynchicache.cuda_driver import CudaDriver
 from asynchicache.errors import DeviceError
 from asynchicache.kernels import select
-from asynchicache.kernels.cuda_driver import CudaDriver
 from asynchicache.kernels.select import copy_methods
 
 ITEMS = SimpleNamespace(
@@ -37,7 +37,7 @@ def _no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _load(monkeypatch: pytest.MonkeyPatch, driver: _Driver | DeviceError) -> None:
-    def load() -> _Driver:
+    def load(index: int) -> _Driver:
         if isinstance(driver, DeviceError):
             raise driver
         return driver

@@ -26,9 +26,9 @@ triton = pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from asynchicache.cuda_driver import CudaDriver, Libraries  # noqa: E402
 from asynchicache.errors import DeviceError  # noqa: E402
 from asynchicache.kernels import triton_copy  # noqa: E402
-from asynchicache.kernels.cuda_driver import CudaDriver  # noqa: E402
 from asynchicache.kernels.items import PoolItems  # noqa: E402
 from asynchicache.kernels.pointers import SamePointers  # noqa: E402
 from asynchicache.kernels.triton_copy import (  # noqa: E402
@@ -217,7 +217,7 @@ def test_nothing_is_compiled_but_two_kernels_when_a_pool_opens(
     compile_, counted = triton.compile, []
     monkeypatch.setattr(triton, "compile", lambda *a, **b: counted.append(a) or compile_(*a, **b))
     compiled.cache_clear()
-    opened = CudaLaunch(CudaDriver(library), 90)
+    opened = CudaLaunch(CudaDriver(0, Libraries(library, library)), 90)
     assert (len(counted), list(library.loaded.values())) == (2, [compiled(90, True).name] * 2)
 
     launches = 0
@@ -240,7 +240,9 @@ def test_a_launch_is_packed_as_the_machine_code_takes_it(library: _Library) -> N
     pool, page_size = POOLS["mha"][0], 64
     with _memory(pool, page_size, HostLayout.PAGE_FIRST_DIRECT) as memory:
         items = memory.items()
-        kernels = TritonKernels(items, SamePointers(), CudaLaunch(CudaDriver(library), 90))
+        kernels = TritonKernels(
+            items, SamePointers(), CudaLaunch(CudaDriver(0, Libraries(library, library)), 90)
+        )
         host, device = torch.tensor([2, 0]), torch.tensor([1, 2])
         kernels.scatter(items.span(1, 3), host, device, checked=True)
 

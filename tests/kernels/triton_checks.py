@@ -11,8 +11,8 @@ import os
 import pytest
 import torch
 
+from asynchicache.cuda_driver import CudaDriver
 from asynchicache.errors import DeviceError, UsageError
-from asynchicache.kernels.cuda_driver import CudaDriver
 from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.pointers import HostPointers, SamePointers
 from asynchicache.kernels.reference import ReferenceKernels
@@ -49,12 +49,12 @@ PAGES = {"large": 2}
 
 
 def _pointers() -> HostPointers:
-    return SamePointers() if INTERPRETED else CudaDriver.load()
+    return SamePointers() if INTERPRETED else CudaDriver.load(0)
 
 
 def _kernels(items: PoolItems, pointers: HostPointers | None = None) -> TritonKernels:
     major, minor = (0, 0) if INTERPRETED else torch.cuda.get_device_capability()
-    launch = interpreted if INTERPRETED else CudaLaunch(CudaDriver.load(), 10 * major + minor)
+    launch = interpreted if INTERPRETED else CudaLaunch(CudaDriver.load(0), 10 * major + minor)
     return TritonKernels(items, pointers or _pointers(), launch)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asynchicache.kernels.cuda_driver import CudaDriver
+from asynchicache.cuda_driver import CudaDriver
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.host import HostPool
 from asynchicache.pools.slabs import Pinner
@@ -24,7 +24,7 @@ def test_every_slot_of_a_grown_pool_can_be_reached(layout: HostLayout) -> None:
     pool = HostPool(KV, 64, 40, pin=pinner, layout=layout)
     while pool.growing:
         pool.grow()
-    driver, items = CudaDriver.load(), pool.items("keys")
+    driver, items = CudaDriver.load(0), pool.items("keys")
 
     assert (pool.ready, pool.pinned) == (40, True)
     for slot in range(40):

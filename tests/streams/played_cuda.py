@@ -1,4 +1,4 @@
-"""The part of `torch.cuda` that streams and events need, kept to the CUDA runtime's rules.
+"""The parts of `torch.cuda` and of the driver that streams and events need, kept to CUDA's rules.
 
 Work runs at once here, so that nothing is said of order; that needs a GPU. What can be seen is who is asked
 for what, on which thread and device, and what becomes of errors.
@@ -11,13 +11,20 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from ctypes import CFUNCTYPE, PYFUNCTYPE, c_int
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 
+from asynchicache import cuda_driver
+from asynchicache.cuda_driver import Libraries
 from asynchicache.streams import cuda
+
+ILLEGAL_ADDRESS, INVALID_CONTEXT, INVALID_HANDLE = 700, 201, 400
 
 
 class PlayedCuda:
@@ -27,14 +34,20 @@ class PlayedCuda:
         contexts: devices that have one.
         calls_left: that succeed; no later one does, as after an error of a kernel.
         asked: names of calls and contexts, in their order.
-        made: events.
+        released: names of driver calls for which the GIL was released.
+        made: events of the driver.
+        priorities: of the driver's streams, by handle.
     """
 
     def __init__(self) -> None:
         self.contexts: set[int] = set()
         self.calls_left = sys.maxsize
         self.asked: list[str] = []  # threads append at once, and could not count
+        self.released: list[str] = []
         self.made = 0
+        self.priorities: dict[int, int] = {}
+        self.devices: dict[int, int] = {}  # of streams, and of the driver's events, by handle
+        self._handles = count(0x5000)
         self._thread = threading.local()
 
     @property
@@ -61,8 +74,15 @@ class PlayedCuda:
         self.asked.append("device")
         return self.on(index)
 
+    @property
+    def context(self) -> int | None:
+        """The thread's, as the driver sees it."""
+        return getattr(self._thread, "context", None)
+
     @contextmanager
     def on(self, index: int) -> Iterator[None]:
+        if index != self.current:  # cudaSetDevice makes the context
+            self._thread.context = index
         before, self.current = self.current, index
         try:
             yield
@@ -105,14 +125,108 @@ class PlayedCuda:
             if stream.invalidated:
                 raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
+    def set_device(self, index: int) -> None:
+        self.current = self._thread.context = index
+        self.contexts.add(index)
+
+    # The driver
+
+    def _driver_call(self, name: str) -> int:
+        """The code of a call that needs a context."""
+        if self.context is None:
+            return INVALID_CONTEXT
+        try:
+            self.call(name)
+        except RuntimeError:
+            return ILLEGAL_ADDRESS
+        return 0
+
+    def cuCtxGetCurrent(self, found) -> int:  # noqa: N802
+        found[0] = None if self.context is None else 0xC0 + self.context
+        return 0
+
+    def cuCtxSetCurrent(self, context: int) -> int:  # noqa: N802
+        self._thread.context = context - 0xC0
+        return 0
+
+    def cuDeviceGet(self, found, ordinal: int) -> int:  # noqa: N802
+        found[0] = ordinal
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, found, device: int) -> int:  # noqa: N802
+        found[0] = 0xC0 + device
+        return 0
+
+    def cuCtxGetStreamPriorityRange(self, least, greatest) -> int:  # noqa: N802
+        least[0], greatest[0] = 0, -5
+        return 0
+
+    def cuStreamCreateWithPriority(self, found, flags: int, priority: int) -> int:  # noqa: N802
+        assert flags == 1, "not ordered with the default stream"
+        found[0] = handle = next(self._handles)
+        self.priorities[handle], self.devices[handle] = priority, self.context
+        return self._driver_call("other")
+
+    def cuEventCreate(self, found, flags: int) -> int:  # noqa: N802
+        assert flags == 3, "blocking, without a time"
+        self.made += 1
+        found[0] = handle = next(self._handles)
+        self.devices[handle] = self.context
+        return self._driver_call("other")
+
+    def cuEventRecord(self, event: int, stream: int) -> int:  # noqa: N802
+        if self.devices.get(event, -1) != self.devices[stream]:
+            return INVALID_HANDLE
+        return self._driver_call("record")
+
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> int:  # noqa: N802
+        assert flags == 0
+        if event not in self.devices:
+            return INVALID_HANDLE
+        return self._driver_call("wait")
+
+    def cuEventQuery(self, event: int) -> int:  # noqa: N802
+        return self._driver_call("query") if event in self.devices else INVALID_HANDLE
+
+    def cuEventSynchronize(self, event: int) -> int:  # noqa: N802
+        return self._driver_call("synchronize") if event in self.devices else INVALID_HANDLE
+
+    def cuThreadExchangeStreamCaptureMode(self, mode) -> int:  # noqa: N802
+        mode[0], self._thread.mode = self.mode, mode[0]
+        return 0
+
+    @property
+    def mode(self) -> int:
+        """The thread's way with captures of others: 0 is global, 2 relaxed."""
+        return getattr(self._thread, "mode", 0)
+
+    def libraries(self) -> Libraries:
+        """With C's own conversion of arguments."""
+        long, short = SimpleNamespace(), SimpleNamespace()
+        for name, types in cuda_driver._ARGUMENTS.items():
+            if hasattr(self, name):
+                setattr(short, name, PYFUNCTYPE(c_int, *types)(partial(self._short, name)))
+                setattr(long, name, CFUNCTYPE(c_int, *types)(partial(self._long, name)))
+        return Libraries(long, short)
+
+    def _short(self, name: str, *arguments: object) -> int:
+        return getattr(self, name)(*arguments)
+
+    def _long(self, name: str, *arguments: object) -> int:
+        self.released.append(name)
+        return getattr(self, name)(*arguments)
+
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put it in the place of `torch.cuda`'s."""
         monkeypatch.setattr(cuda, "_idle", defaultdict(deque))
         PlayedStream.runtime = PlayedEvent.runtime = self
-        names = ("device", "stream", "current_stream", "graph", "is_current_stream_capturing")
+        libraries = self.libraries()
+        monkeypatch.setattr(cuda_driver, "load_libraries", lambda: libraries)
+        names = ("device", "set_device", "stream", "current_stream", "graph", "is_current_stream_capturing")
         replaced: dict[str, object] = {name: getattr(self, name) for name in names}
         replaced |= {"is_available": lambda: True, "device_count": lambda: 2}
         replaced |= {"Stream": PlayedStream, "Event": PlayedEvent}
+        replaced["ExternalStream"] = lambda handle, device: PlayedStream(device, handle)
         replaced["CUDAGraph"] = lambda: SimpleNamespace(replay=self.call)
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
@@ -126,12 +240,15 @@ class PlayedStream:
     runtime: PlayedCuda
     handed: ClassVar[Counter[int]] = Counter()
 
-    def __init__(self, index: int) -> None:
-        with self.runtime.on(index):
-            self.runtime.call()
+    def __init__(self, index: int, handle: int = 0) -> None:
         self.device = SimpleNamespace(index=index)
-        self.cuda_stream = 1 + index * self.POOL + self.handed[index] % self.POOL
-        self.handed[index] += 1
+        if not handle:
+            with self.runtime.on(index):
+                self.runtime.call()
+            handle = 1 + index * self.POOL + self.handed[index] % self.POOL
+            self.handed[index] += 1
+        self.cuda_stream = handle
+        self.runtime.devices[handle] = index
         self.captured = self.invalidated = False
 
     def synchronize(self) -> None:
@@ -154,7 +271,6 @@ class PlayedEvent:
 
     def __init__(self, *, blocking: bool, external: bool = False) -> None:
         assert blocking
-        self.runtime.made += 1
         self._external = external
         self._device: int | None = None
 

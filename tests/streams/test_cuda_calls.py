@@ -10,12 +10,12 @@ from functools import partial
 import pytest
 import torch
 
-from asynchicache import captures
+from asynchicache.cuda_driver import CudaDriver
 from asynchicache.errors import CallRefusedError, DeviceError, RequestStateError, UsageError
 from asynchicache.streams.cuda import CudaDevice
 from asynchicache.transfer.graph_fences import GraphFences
 from streams.conftest import Rig, notify
-from streams.played_cuda import PlayedCuda, PlayedEvent, PlayedStream
+from streams.played_cuda import PlayedCuda, PlayedStream
 from streams.test_streams_conformance import CONFORMANCE
 
 PATIENCE = 30.0
@@ -147,24 +147,22 @@ def test_an_event_is_used_again_when_nobody_refers_to_it(
     runtime: PlayedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, told = threading.Event(), []
-    monkeypatch.setattr(PlayedEvent, "query", lambda event: False)
-    monkeypatch.setattr(PlayedEvent, "synchronize", lambda event: gate.wait(PATIENCE))
+    monkeypatch.setattr(CudaDriver, "query", lambda driver, event: False)
+    monkeypatch.setattr(CudaDriver, "synchronize", lambda driver, event: gate.wait(PATIENCE))
     device = CudaDevice(0)
     stream, event = device.stream("a"), device.event()
-    held, external = event.torch_event, device.event(external=True)
+    held = event.handle
     stream.record(event)
     device.notify(stream, event, told.append)
     del event
-    assert device.event().torch_event is not held, "the waiter's thread asks it"
+    assert device.event().handle != held, "the waiter's thread asks it"
     gate.set()
     device.close()
     assert told == [None]
 
-    made, lasting = runtime.made, external.torch_event
-    del external
+    made = runtime.made
     again = [device.event() for _ in range(2)]
-    assert held in [event.torch_event for event in again]
-    assert lasting not in [event.torch_event for event in again]
+    assert held in [event.handle for event in again]
     assert not any(event.recorded for event in again)
     assert runtime.made == made
 
@@ -206,38 +204,30 @@ def test_external_events_of_other_streams_wait_until_a_capture_has_ended(runtime
     device.close()
 
 
-def test_streams_of_ours_leave_most_of_torchs_to_others(runtime: PlayedCuda) -> None:
-    """A stream that somebody computes on is none that pages are copied on."""
-    for _ in range(PlayedStream.POOL):
-        closed = CudaDevice(0)
-        closed.stream("calibrate")
-        closed.close()
-    device = CudaDevice(0)
-    ours = [device.stream(name).torch_stream for name in ("load", "backup", "fork")]
-    GraphFences(device, 2 * PlayedStream.POOL)
+def test_streams_of_ours_are_none_of_torchs(runtime: PlayedCuda) -> None:
+    """Torch hands 32 out in turns; a stream that somebody computes on is none that pages are copied on."""
+    for _ in range(2):
+        device = CudaDevice(0)
+        ours = [device.stream(name, urgent=name != "backup") for name in ("load", "fork", "backup")]
+        GraphFences(device, 2)
+        theirs = {PlayedStream(0).cuda_stream for _ in range(PlayedStream.POOL)}
+        assert not {stream.handle for stream in ours} & theirs
+        assert [runtime.priorities[stream.handle] for stream in ours] == [-5, -5, 0]
+        device.close()
 
-    theirs = [PlayedStream(0) for _ in range(PlayedStream.POOL - len(ours) - 2)]
-
-    assert not {stream.cuda_stream for stream in ours} & {stream.cuda_stream for stream in theirs}
-    device.close()
+    assert len(runtime.priorities) == 5, "those of a closed device are used again"
 
 
 def test_threads_that_wait_break_no_capture_of_others(
     runtime: PlayedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modes = threading.local()
-
-    def exchange(mode) -> None:
-        mode._obj.value, modes.now = getattr(modes, "now", GLOBAL), mode._obj.value
-
-    def query(event: object) -> bool:
-        seen.append(getattr(modes, "now", GLOBAL))
+    def query(*_: object) -> bool:
+        seen.append(runtime.mode)
         return False
 
     seen: list[int] = []
-    monkeypatch.setattr(captures, "_exchange", lambda: exchange)
-    monkeypatch.setattr(PlayedEvent, "query", query)
-    monkeypatch.setattr(PlayedEvent, "synchronize", query)
+    monkeypatch.setattr(CudaDriver, "query", query)
+    monkeypatch.setattr(CudaDriver, "synchronize", query)
     device = CudaDevice(0)
     stream, event = device.stream("a"), device.event()
     stream.record(event)
@@ -247,14 +237,39 @@ def test_threads_that_wait_break_no_capture_of_others(
     assert _notified(device, stream) is None
 
     assert seen == [RELAXED] * 4  # here twice, on the waiter's thread twice
-    stream.launch(partial(query, event))  # which may allocate, or load a kernel
+    stream.launch(query)  # which may allocate, or load a kernel
     with stream.current():
-        stream.launch(partial(query, event))
+        stream.launch(query)
     assert seen[4:] == [RELAXED] * 2
     with device.capture(stream):
-        stream.launch(partial(query, event))
+        stream.launch(query)
     assert seen[6:] == [GLOBAL], "of a capture of ours, CUDA shall tell what breaks it"
-    assert modes.now == GLOBAL
+    assert runtime.mode == GLOBAL
+    device.close()
+
+
+def test_a_thread_of_the_devices_own_is_set_up_once(runtime: PlayedCuda) -> None:
+    device = CudaDevice(1)
+    stream, event, seen = device.stream("a"), device.event(), []
+
+    def work() -> None:
+        device.own_thread()
+        before = runtime.counted
+        for _ in range(3):
+            with stream.current():
+                stream.launch(lambda: seen.append((runtime.current, runtime.mode)))
+            stream.record(event)
+            assert event.query()
+        device.own_thread()
+        seen.append(runtime.counted - before)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+    assert seen == [(1, RELAXED)] * 3 + [{"stream": 3, "record": 3, "query": 3}]
+    assert runtime.contexts == {1}
+    assert runtime.released == []
     device.close()
 
 
@@ -264,10 +279,10 @@ def test_an_error_of_the_runtime_stays_and_is_told(runtime: PlayedCuda) -> None:
     stream.record(event)
     runtime.calls_left = 0
 
-    with pytest.raises(DeviceError, match="cuda:0 failed: RuntimeError: CUDA error: an illegal memory"):
+    with pytest.raises(DeviceError, match="cuda:0 failed: DeviceError: cuEventQuery returned error 700"):
         event.query()
     for make in (lambda: device.stream("late"), lambda: device.event(external=True)):
-        with pytest.raises(DeviceError, match="an illegal memory access"):
+        with pytest.raises(DeviceError, match="error 700"):
             make()
     stream.launch(lambda: late.append("ran"))
     assert isinstance(_notified(device, stream), DeviceError)

@@ -85,7 +85,7 @@ class SteppedDevice(EmulatedDevice):
         super().__init__(ThreadDriver())
         self.permits = threading.Semaphore(0)
 
-    def stream(self, name: str) -> EmulatedStream:
+    def stream(self, name: str, *, urgent: bool = False) -> EmulatedStream:
         if name != Direction.LOAD.value:
             return super().stream(name)
         stream = _SteppedStream(self._machine, name)

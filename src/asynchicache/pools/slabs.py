@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol, SupportsInt
 
 import torch
 
-from asynchicache.captures import relaxed_capture_mode
+from asynchicache.cuda_driver import relaxed_capture_mode
 from asynchicache.errors import CapacityError, ClosedError, ConfigError, DeviceError
 from asynchicache.layouts import ALIGNMENT
 from asynchicache.pools.numa import device_node, prefer_node

@@ -116,7 +116,14 @@ class Device(Protocol):
         """The sticky error, or None."""
         ...
 
-    def stream(self, name: str) -> Stream: ...
+    def stream(self, name: str, *, urgent: bool = False) -> Stream:
+        """A new stream.
+
+        Args:
+            name: for people.
+            urgent: where the device knows priorities, its kernels go before those of other streams.
+        """
+        ...
 
     def event(self, *, external: bool = False) -> Event:
         """A new event.
@@ -132,6 +139,12 @@ class Device(Protocol):
 
     def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
         """Within the context, what is enqueued on `stream` does not run, but becomes the graph."""
+        ...
+
+    def own_thread(self) -> None:
+        """Do once what each call of this thread would do first, if there is anything; may be called again.
+        For a thread that works for this device alone until it ends.
+        """
         ...
 
     def yield_to_streams(self) -> None:

@@ -1,4 +1,4 @@
-"""Streams and events of an NVIDIA GPU, over `torch.cuda`.
+"""Streams and events of an NVIDIA GPU: the driver's own, and torch's where an engine hands them in.
 
 No Python function is ever a CUDA host callback: the driver's thread would need the GIL while the thread that
 holds it waits inside the driver. Threads that block on events report completion instead.
@@ -11,11 +11,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 
-from asynchicache.captures import relaxed_capture_mode
+from asynchicache.cuda_driver import CudaDriver, exchange_capture_mode, relaxed_capture_mode
 from asynchicache.errors import (
     CallRefusedError,
     ClosedError,
@@ -31,15 +31,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-_idle: dict[int, deque[torch.cuda.Stream]] = defaultdict(deque)
-"""By GPU, streams of closed devices, on which nothing is enqueued."""
+_idle: dict[tuple[int, bool], deque[torch.cuda.Stream]] = defaultdict(deque)
+"""By GPU and urgency, streams of closed devices, on which nothing is enqueued. None is destroyed, as torch's
+allocator may keep memory for it."""
 
 
 class _Thread(threading.local):
     """State of a device that each thread has for itself."""
 
     current: CudaStream | None = None  # the stream whose `current` context the thread is in
-    asking = False  # whether the thread is in `asking`
+    ours = False  # whether it has called `own_thread`
 
 
 class CudaDevice:
@@ -56,12 +57,13 @@ class CudaDevice:
         if not 0 <= index < torch.cuda.device_count():
             raise ConfigError(f"device index is {index}; it must be 0 to {torch.cuda.device_count() - 1}")
         self.index = index
+        self.driver = CudaDriver.load(index)
         self.error: DeviceError | None = None
         self._lock = threading.Lock()
         self._streams: list[CudaStream] = []
         self._wrapped: dict[int, CudaStream] = {}
         self._waiters: dict[CudaStream, EventWaiter] = {}
-        self._spare: deque[torch.cuda.Event] = deque()
+        self._spare: deque[int] = deque()
         self._maker: CudaStream | None = None
         self._closed = False
         self.thread = _Thread()
@@ -70,26 +72,24 @@ class CudaDevice:
     def name(self) -> str:
         return f"cuda:{self.index}"
 
-    def stream(self, name: str) -> CudaStream:
+    def stream(self, name: str, *, urgent: bool = False) -> CudaStream:
         """
         Raises:
             DeviceError: the driver makes none, for instance after an error.
         """
-        stream = CudaStream(self, self._torch_stream(), name)
+        stream = CudaStream(self, self._torch_stream(urgent), name, urgent=urgent)
         with self._lock:
             self._streams.append(stream)
         return stream
 
-    def _torch_stream(self) -> torch.cuda.Stream:
-        """A stream of torch's. Torch has 32 and hands them out round-robin: the 33rd is the first one again,
-        even if it is in use. So those of closed devices are reused first."""
+    def _torch_stream(self, urgent: bool) -> torch.cuda.Stream:
+        """A stream of the driver's. Torch has 32 and hands them out in turns: each may be an engine's."""
         self.check()
         with suppress(IndexError):
-            return _idle[self.index].pop()
-        try:
-            return torch.cuda.Stream(self.index)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise DeviceError(f"{self.name} makes no stream: {error}") from error
+            return _idle[self.index, urgent].pop()
+        with self.here():
+            handle = self.driver.make_stream(urgent=urgent)
+            return torch.cuda.ExternalStream(handle, device=self.index)  # type: ignore[no-untyped-call]
 
     def wrap(self, torch_stream: torch.cuda.Stream) -> CudaStream:
         """Wrap a stream that an engine made, such as its compute stream; the same object each time.
@@ -112,14 +112,14 @@ class CudaDevice:
             RequestStateError: `external`, and this thread captures a stream of this device.
         """
         if not external:
-            return CudaEvent(self, self._spare_event(), external)
+            return CudaEvent(self, self._spare_event())
         if self.capturing():
             raise RequestStateError("this thread captures a stream: make external events before that")
-        event = CudaEvent(self, _torch_event(external), external)
+        event = CudaEvent(self, 0, _external_event())
         # Torch creates an event with its first record, and skips waits for events that are not created: a
         # captured wait would silently be missing.
         self._maker = self._maker or self.stream("external-events")
-        self.attempt(event.torch_event.record, self._maker.torch_stream)
+        self._maker.put(event)
         self.check()
         return event
 
@@ -133,19 +133,20 @@ class CudaDevice:
         with self.here():
             return bool(self.attempt(torch.cuda.is_current_stream_capturing))
 
-    def _spare_event(self) -> torch.cuda.Event:
-        """An unused event. Making and destroying CUDA events takes the context's lock, so they are reused."""
+    def _spare_event(self) -> int:
+        """An unused event; 0 if the device has failed, as all calls then do. Making and destroying one takes
+        the context's lock, so they are reused."""
         try:
             return self._spare.pop()
         except IndexError:
-            return _torch_event(external=False)
+            return self.ask(self.driver.make_event) or 0
 
-    def reuse(self, torch_event: torch.cuda.Event) -> None:
-        """Keep a torch event whose last user is gone for the next `event`; from any thread.
+    def reuse(self, handle: int) -> None:
+        """Keep an event whose last user is gone for the next `event`; from any thread.
 
         Streams that still wait for its record are not affected: CUDA binds a wait at the time of the call.
         """
-        self._spare.append(torch_event)
+        self._spare.append(handle)
 
     def owns(self, part: Event | Stream) -> bool:
         return isinstance(part, CudaEvent | CudaStream) and part.device is self
@@ -204,7 +205,7 @@ class CudaDevice:
             if self._closed:
                 raise ClosedError(f"device {self.name} is closed")
             if stream not in self._waiters:
-                self._waiters[stream] = EventWaiter(stream.name, self.asking)
+                self._waiters[stream] = EventWaiter(stream.name, self.own_thread)
             return self._waiters[stream]
 
     def check(self) -> None:
@@ -255,25 +256,27 @@ class CudaDevice:
         with self._lock:
             self.error = self.error or failure
 
-    def ask(self, call: Callable[[], T]) -> T | None:
-        """`attempt` a call that waits for an event or queries it.
+    def ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """`attempt` a call of the driver, on any thread.
 
         The device is the thread's current one during the call: on a new thread a runtime call would otherwise
-        create a context on GPU 0, hundreds of MiB of its memory, even for an event of GPU 1. Torch takes care
-        of that itself where it records an event or makes a stream wait (c10/cuda/CUDAEvent.h).
+        create a context on GPU 0, hundreds of MiB of its memory, even for an event of GPU 1; and the default
+        stream is the current device's.
         """
-        return self.attempt(call) if self.thread.asking else self.attempt(self._beside, call)
+        if self.thread.ours:
+            return self.attempt(call, *args, **kwargs)
+        return self.attempt(partial(self._beside, partial(call, *args, **kwargs)))
 
     def _beside(self, call: Callable[[], T]) -> T:
         with self.here(), relaxed_capture_mode():
             return call()
 
-    @contextmanager
-    def asking(self) -> Iterator[None]:
-        """Do once what each `ask` of this thread would do first; for a thread that does nothing else."""
-        with self.within(self.here, relaxed_capture_mode):
-            self.thread.asking = True
-            yield
+    def own_thread(self) -> None:
+        """Do once what each call of this thread would do first; for a thread that does nothing else."""
+        if not self.thread.ours:
+            self.attempt(torch.cuda.set_device, self.index)
+            exchange_capture_mode()
+            self.thread.ours = True
 
     def here(self) -> torch.cuda.device:
         return torch.cuda.device(self.index)
@@ -297,24 +300,38 @@ class CudaDevice:
         for stream in streams:
             stream.synchronize()
         if self.error is None:
-            _idle[self.index].extend(stream.torch_stream for stream in streams)
+            for stream in streams:
+                _idle[self.index, stream.urgent].append(stream.torch_stream)
         for waiter in self._waiters.values():
             waiter.close()
 
 
 class CudaStream:
-    """A `torch.cuda.Stream` of ours or of an engine; made by `CudaDevice`."""
+    """A stream of ours or of an engine; made by `CudaDevice`.
+
+    Attributes:
+        handle: the driver's.
+    """
 
     def __init__(
-        self, device: CudaDevice, torch_stream: torch.cuda.Stream, name: str, *, foreign: bool = False
+        self,
+        device: CudaDevice,
+        torch_stream: torch.cuda.Stream,
+        name: str,
+        *,
+        urgent: bool = False,
+        foreign: bool = False,
     ) -> None:
         """
         Args:
+            urgent: its kernels go before those of other streams.
             foreign: it belongs to an engine, which may capture it by `torch.cuda.graph`.
         """
         self.device = device
         self.name = name
         self.torch_stream = torch_stream
+        self.handle: int = torch_stream.cuda_stream
+        self.urgent = urgent
         self._foreign = foreign
         self.graph: CudaGraph | None = None  # while it is captured by us
 
@@ -339,7 +356,8 @@ class CudaStream:
     def current(self) -> Iterator[None]:
         """Make this torch's current stream of this thread, once for many launches."""
         thread = self.device.thread
-        with self.device.within(self.device.here, self._as_torchs, self._beside_captures):
+        around = () if thread.ours else (self.device.here, self._beside_captures)
+        with self.device.within(*around, self._as_torchs):
             before, thread.current = thread.current, self
             try:
                 yield
@@ -360,11 +378,18 @@ class CudaStream:
             UsageError: `event` is of another device.
         """
         own = self._crossing(event)
-        self.device.attempt(own.torch_event.record, self.torch_stream)
+        self.put(own)
         if self.graph is None:
             own.recorded = True
         else:
             self.graph.records.append(own)
+
+    def put(self, event: CudaEvent) -> None:
+        """Record an event, without a check and without noting it."""
+        if event.torch_event is None:
+            self.device.ask(self.device.driver.record, event.handle, self.handle)
+        else:
+            self.device.attempt(event.torch_event.record, self.torch_stream)
 
     def wait_event(self, event: Event) -> None:
         """Make everything enqueued later wait for the latest record of `event`; does not block.
@@ -378,9 +403,12 @@ class CudaStream:
             self.graph.waits.append(own)
         elif not own.recorded and not self._captured():
             raise RequestStateError(f"stream {self.name} waits for an event that was never recorded")
-        # Torch makes it an external wait if the event is external and this thread's current stream
-        # is captured, as it is within `capture` and within `torch.cuda.graph`.
-        self.device.attempt(self.torch_stream.wait_event, own.torch_event)
+        if own.torch_event is None:
+            self.device.ask(self.device.driver.wait, self.handle, own.handle)
+        else:
+            # Torch makes it an external wait if this thread's current stream is captured, as it is within
+            # `capture` and within `torch.cuda.graph`.
+            self.device.attempt(self.torch_stream.wait_event, own.torch_event)
 
     def synchronize(self) -> None:
         """Block this thread until everything enqueued has run; an error fails the device."""
@@ -419,17 +447,23 @@ class CudaStream:
 
 
 class CudaEvent:
-    """A blocking event: a thread that waits for it sleeps instead of spinning on the driver's lock."""
+    """A blocking event: a thread that waits for it sleeps instead of spinning on the driver's lock.
 
-    def __init__(self, device: CudaDevice, torch_event: torch.cuda.Event, external: bool) -> None:
+    An external one is torch's, which alone records it in graphs.
+    """
+
+    __slots__ = ("device", "external", "handle", "recorded", "torch_event")
+
+    def __init__(self, device: CudaDevice, handle: int, torch_event: torch.cuda.Event | None = None) -> None:
         self.device = device
+        self.handle = handle
         self.torch_event = torch_event
-        self.external = external
+        self.external = torch_event is not None
         self.recorded = False
 
     def __del__(self) -> None:
-        if not self.external:  # graphs refer to external events by their handles
-            self.device.reuse(self.torch_event)
+        if self.handle:  # graphs refer to external events by their handles
+            self.device.reuse(self.handle)
 
     def query(self) -> bool:
         """Whether the latest record has been reached; True if there is none.
@@ -437,7 +471,7 @@ class CudaEvent:
         Raises:
             DeviceError: the device failed.
         """
-        reached = not self.recorded or self.device.ask(self.torch_event.query)
+        reached = not self.recorded or self._ask("query")
         self.device.check()
         return bool(reached)
 
@@ -448,8 +482,13 @@ class CudaEvent:
             DeviceError: the device failed.
         """
         if self.recorded:
-            self.device.ask(self.torch_event.synchronize)
+            self._ask("synchronize")
         self.device.check()
+
+    def _ask(self, name: Literal["query", "synchronize"]) -> object:
+        if self.torch_event is not None:
+            return self.device.ask(getattr(self.torch_event, name))
+        return self.device.ask(getattr(self.device.driver, name), self.handle)
 
 
 class CudaGraph:
@@ -474,9 +513,7 @@ class CudaGraph:
             event.recorded = True
 
 
-def _torch_event(external: bool) -> torch.cuda.Event:
-    if not external:
-        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+def _external_event() -> torch.cuda.Event:
     try:
         return torch.cuda.Event(blocking=True, external=True)  # type: ignore[no-untyped-call]
     except TypeError as error:

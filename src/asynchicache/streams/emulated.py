@@ -353,7 +353,7 @@ class EmulatedDevice:
         """The sticky error, caused by the first exception that work raised, or None."""
         return self._machine.error
 
-    def stream(self, name: str) -> EmulatedStream:
+    def stream(self, name: str, *, urgent: bool = False) -> EmulatedStream:
         return EmulatedStream(self._machine, name)
 
     def event(self, *, external: bool = False) -> EmulatedEvent:
@@ -386,6 +386,9 @@ class EmulatedDevice:
         finally:
             self._machine.capturing.remove(thread)
             own.graph = None
+
+    def own_thread(self) -> None:
+        """Nothing: calls need no context."""
 
     def yield_to_streams(self) -> None:
         """Give the streams' threads, if any, the chance to start; see `ThreadDriver.yield_to_streams`."""

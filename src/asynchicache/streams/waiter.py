@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import TypeAlias
 
@@ -20,13 +19,13 @@ class EventWaiter:
     There is one per stream, so that a slow stream does not delay the events of others.
     """
 
-    def __init__(self, name: str, asking: Callable[[], AbstractContextManager[object]]) -> None:
+    def __init__(self, name: str, start: Callable[[], object]) -> None:
         """
         Args:
             name: of the stream.
-            asking: entered by the thread that queries the events.
+            start: called by the thread before it asks for events.
         """
-        self._asking = asking
+        self._start = start
         self._inbox: SimpleQueue[tuple[Event, Reached] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"waiter-{name}", daemon=True)
         self._thread.start()
@@ -41,11 +40,11 @@ class EventWaiter:
         self._thread.join()
 
     def _serve(self) -> None:
-        with self._asking():
-            while (item := self._inbox.get()) is not None:
-                event, reached = item
-                reached(self._block(event))
-                del item, event, reached  # an idle stream must not keep the leases of its last transfer
+        self._start()
+        while (item := self._inbox.get()) is not None:
+            event, reached = item
+            reached(self._block(event))
+            del item, event, reached  # an idle stream must not keep the leases of its last transfer
 
     @staticmethod
     def _block(event: Event) -> DeviceError | None:

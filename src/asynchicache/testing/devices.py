@@ -35,8 +35,8 @@ class LossyDevice:
     def error(self) -> BaseException | None:
         return self._inner.error
 
-    def stream(self, name: str) -> Stream:
-        return self._inner.stream(name)
+    def stream(self, name: str, *, urgent: bool = False) -> Stream:
+        return self._inner.stream(name, urgent=urgent)
 
     def event(self, *, external: bool = False) -> Event:
         return self._inner.event(external=external)
@@ -46,6 +46,9 @@ class LossyDevice:
 
     def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
         return self._inner.capture(stream)
+
+    def own_thread(self) -> None:
+        self._inner.own_thread()
 
     def yield_to_streams(self) -> None:
         self._inner.yield_to_streams()

@@ -111,7 +111,10 @@ class LocalTransfers:
         self._extents = {pool: memory.extent for pool, memory in memories.items()}
         self._capacities = {pool: (one.device_slots, one.host_slots) for pool, one in self._extents.items()}
         self.scheduler = Scheduler(self._extents, layers, group_bytes, reactor.poll)
-        self._streams = {direction: device.stream(direction.value) for direction in Direction}
+        self._streams = {
+            direction: device.stream(direction.value, urgent=direction is not Direction.BACKUP)
+            for direction in Direction
+        }
         # One thread, in order: every event that a transfer waits for has been recorded by then.
         self._submitter = None if submit_inline else port.worker("asynchicache-submit")
         self.audit = audit
@@ -276,6 +279,8 @@ class LocalTransfers:
 
     def _run_tick(self, tick: Tick) -> None:
         """Enqueue the operations of one tick. Every failure is reported, so that no waiter hangs."""
+        if self._submitter is not None:
+            self._device.own_thread()
         try:
             records = self.scheduler.schedule([*tick.operations, *tick.readers])
         except Exception as error:  # noqa: BLE001 - the boundary of the thread

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from asynchicache.cuda_driver import CudaDriver
 from asynchicache.kernels.batch import RunBatch, memmove_batch
-from asynchicache.kernels.cuda_driver import CudaDriver
 from asynchicache.pools.slabs import Slab
 from asynchicache.transfer.plan import Direction
 from asynchicache_lab.bench.copy_rig import CopyRig
@@ -67,4 +67,12 @@ def single_copier(device: torch.device) -> Callable[[RunBatch], None]:
     Raises:
         DeviceError: the driver is not available.
     """
-    return memmove_batch if device.type == "cpu" else CudaDriver.load().copy_singly
+    if device.type == "cpu":
+        return memmove_batch
+    driver = CudaDriver.load(device.index or 0)
+
+    def copy(batch: RunBatch) -> None:
+        to, of, sizes = (column.tolist() for column in (batch.destinations, batch.sources, batch.sizes))
+        driver.copy_singly(to, of, sizes, torch.cuda.current_stream().cuda_stream)
+
+    return copy

@@ -124,8 +124,8 @@ class ChaosDevice:
     def error(self) -> BaseException | None:
         return self._inner.error
 
-    def stream(self, name: str) -> Stream:
-        inner = self._inner.stream(name)
+    def stream(self, name: str, *, urgent: bool = False) -> Stream:
+        inner = self._inner.stream(name, urgent=urgent)
         return ChaosStream(inner, self) if name in _COPIES else inner
 
     def event(self, *, external: bool = False) -> Event:
@@ -136,6 +136,9 @@ class ChaosDevice:
 
     def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
         return self._inner.capture(_bare(stream))
+
+    def own_thread(self) -> None:
+        self._inner.own_thread()
 
     def yield_to_streams(self) -> None:
         self._inner.yield_to_streams()

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from asynchicache import cuda_driver
+from asynchicache.cuda_driver import SHORT_BATCH, CudaDriver, Libraries, _Attributes
 from asynchicache.errors import CallRefusedError, DeviceError
-from asynchicache.kernels import cuda_driver
-from asynchicache.kernels.batch import RunBatch
-from asynchicache.kernels.cuda_driver import SHORT_BATCH, CudaDriver, _Attributes
 
 INVALID_VALUE, INVALID_CONTEXT = 1, 201
 STREAM, PRIMARY = 0x51, 0xC0
@@ -97,21 +96,19 @@ def _within_one(address: int, size: int) -> bool:
     )
 
 
-class _Stream:
-    cuda_stream = STREAM
-
-
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> _Library:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: _Stream)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+def library() -> _Library:
     return _Library()
 
 
-def _batch(*runs: tuple[int, int, int]) -> RunBatch:
-    """Of (source, destination, bytes)."""
-    columns = np.array(runs, np.int64).reshape(-1, 3).T
-    return RunBatch(columns[0], columns[1], columns[2], ())
+def _driver(library: _Library, short: _Library | None = None, index: int = 0) -> CudaDriver:
+    return CudaDriver(index, Libraries(library, short or library))
+
+
+def _copy(driver: CudaDriver, *runs: tuple[int, int, int]) -> None:
+    """Runs of (source, destination, bytes)."""
+    sources, destinations, sizes = np.array(runs, np.int64).T.copy()
+    driver.copy_batch(*(one.ctypes.data for one in (destinations, sources, sizes)), len(runs), STREAM)
 
 
 def test_attributes_lie_as_in_the_header() -> None:
@@ -120,10 +117,9 @@ def test_attributes_lie_as_in_the_header() -> None:
 
 
 def test_a_batch_is_one_call_of_the_driver(library: _Library) -> None:
-    driver = CudaDriver(library)
+    driver = _driver(library)
 
-    driver.copy_batch(_batch((0x1000, 0x9000, 5), (0x2000, 0x9800, 6)))
-    driver.copy_batch(_batch())
+    _copy(driver, (0x1000, 0x9000, 5), (0x2000, 0x9800, 6))
 
     assert library.batches == [([0x9000, 0x9800], [0x1000, 0x2000], [5, 6])]
     assert driver.has_batches
@@ -131,11 +127,11 @@ def test_a_batch_is_one_call_of_the_driver(library: _Library) -> None:
 
 
 def test_a_thread_that_has_made_no_other_call_can_copy(library: _Library) -> None:
-    driver, failures = CudaDriver(library), []
+    driver, failures = _driver(library), []
 
     def copy() -> None:
         try:
-            driver.copy_batch(_batch((0x1000, 0x9000, 5)))
+            _copy(driver, (0x1000, 0x9000, 5))
         except DeviceError as error:
             failures.append(error)
 
@@ -148,27 +144,26 @@ def test_a_thread_that_has_made_no_other_call_can_copy(library: _Library) -> Non
     assert len(library.batches) == 2
 
 
-def test_what_the_driver_refuses_is_an_error(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = CudaDriver(library)
+def test_what_the_driver_refuses_is_an_error(library: _Library) -> None:
+    driver = _driver(library)
 
     with pytest.raises(DeviceError, match="of 2 runs, at run 1, returned error 1"):
-        driver.copy_batch(_batch((0x1000, 0x9000, 5), (0x2FFF, 0x9800, 2)))
+        _copy(driver, (0x1000, 0x9000, 5), (0x2FFF, 0x9800, 2))
     with pytest.raises(DeviceError, match="cuMemHostGetDevicePointer of 0x5 returned error 1"):
         driver.device_address(5)
     library._current.context = None
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 9)
     with pytest.raises(DeviceError, match="cuDeviceGet returned error 101"):
-        CudaDriver(library).device_address(0x1000)
+        _driver(library, index=9).device_address(0x1000)
 
 
 def test_a_short_batch_keeps_the_gil_and_a_thread_enters_its_context_once(library: _Library) -> None:
     short, asked = _Library(), []
-    library.cuCtxGetCurrent = lambda context: asked.append(context) or 0
+    short.cuCtxGetCurrent = lambda context: asked.append(context) or 0
     library._current.context = short._current.context = PRIMARY
-    driver = CudaDriver(library, short)
+    driver = _driver(library, short)
 
     for runs in (1, SHORT_BATCH, SHORT_BATCH + 1):
-        driver.copy_batch(_batch(*[(0x1000 + 4 * run, 0x9000 + 4 * run, 4) for run in range(runs)]))
+        _copy(driver, *[(0x1000 + 4 * run, 0x9000 + 4 * run, 4) for run in range(runs)])
 
     assert [len(sizes) for _, _, sizes in short.batches] == [1, SHORT_BATCH]
     assert [len(sizes) for _, _, sizes in library.batches] == [SHORT_BATCH + 1]
@@ -191,22 +186,22 @@ def test_only_an_error_of_the_context_is_not_one_of_the_call(
     library.cuMemcpyBatchAsync = lambda *_: code
 
     with pytest.raises(DeviceError, match=f"error {code}$") as caught:
-        CudaDriver(library).copy_batch(_batch((0x1000, 0x9000, 5)))
+        _copy(_driver(library), (0x1000, 0x9000, 5))
     assert isinstance(caught.value, CallRefusedError) is refused
 
 
 def test_single_copies_are_a_call_each(library: _Library) -> None:
-    driver = CudaDriver(library)
+    driver = _driver(library)
 
-    driver.copy_singly(_batch((0x1000, 0x9000, 5), (0x2000, 0x9800, 6)))
+    driver.copy_singly([0x9000, 0x9800], [0x1000, 0x2000], [5, 6], STREAM)
 
     assert library.singles == [(0x9000, 0x1000, 5), (0x9800, 0x2000, 6)]
     assert library.batches == []
     with pytest.raises(DeviceError, match="cuMemcpyAsync of 2 runs returned error 1"):
-        driver.copy_singly(_batch((0x2FFF, 0x9800, 2), (0x1000, 0x9000, 5)))
+        driver.copy_singly([0x9800, 0x9000], [0x2FFF, 0x1000], [2, 5], STREAM)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
 def test_without_a_driver_the_error_says_so() -> None:
     with pytest.raises(DeviceError, match=r"libcuda\.so\.1 cannot be loaded"):
-        CudaDriver.load()
+        CudaDriver.load(0)
