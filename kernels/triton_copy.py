@@ -128,7 +128,7 @@ def _copy_rows(
 Arguments: TypeAlias = tuple[int, int, int, int, int, int, int]
 """Of the kernel: addresses of table, host and device slots; first row, pages, work items, blocks of a row."""
 
-Launch: TypeAlias = Callable[[bool, int, Arguments], None]
+RunKernel: TypeAlias = Callable[[bool, int, Arguments], None]
 """Runs the kernel to the device, or from it, on the current stream: direction, programs, arguments."""
 
 
@@ -182,7 +182,7 @@ def compiled(capability: int, to_device: bool) -> Compiled:
 
 
 class CudaLaunch:
-    """Launches the kernel on one GPU; a `Launch`, for one thread at a time."""
+    """Launches the kernel on one GPU; a `RunKernel`, for one thread at a time."""
 
     def __init__(self, driver: CudaDriver, capability: int) -> None:
         """Compiles and loads, on torch's current device.
@@ -250,7 +250,7 @@ class KernelRow(NamedTuple):
 class TritonKernels:
     """Copies between the tiers of one pool in one launch each, on the current stream."""
 
-    def __init__(self, items: PoolItems, pointers: HostPointers, launch: Launch) -> None:
+    def __init__(self, items: PoolItems, pointers: HostPointers, launch: RunKernel) -> None:
         """
         Args:
             items: where they lie; the host's must be memory that the GPU can reach.
