@@ -167,6 +167,26 @@ def test_an_event_is_used_again_when_nobody_refers_to_it(
     assert runtime.made == made
 
 
+def test_an_event_that_is_asked_for_late_is_told_while_a_thread_blocks_on_a_later_one(
+    runtime: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, gate, told = CudaDevice(0), threading.Event(), threading.Event()
+    stream, early, last, ended = device.stream("a"), device.event(), device.event(), []
+    monkeypatch.setattr(CudaDriver, "query", lambda driver, event: event == early.handle)
+    monkeypatch.setattr(CudaDriver, "synchronize", lambda driver, event: gate.wait(PATIENCE))
+    stream.record(early)
+    stream.record(last)
+
+    device.notify(stream, last, ended.append)
+    device.notify(stream, early, lambda error: told.set(), late=True)
+
+    assert told.wait(PATIENCE)
+    assert ended == []
+    gate.set()
+    device.close()
+    assert ended == [None]
+
+
 def test_an_engines_capture_takes_external_events_only_and_survives_others(runtime: PlayedCuda) -> None:
     device, theirs = CudaDevice(0), PlayedStream(0)
     stream, event, external = device.wrap(theirs), device.event(), device.event(external=True)

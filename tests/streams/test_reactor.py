@@ -74,31 +74,35 @@ async def test_an_instant_completion_is_released_later_on_the_loop(releases) -> 
 
 
 @pytest.mark.asyncio
-async def test_what_is_not_urgent_waits_for_a_poll_or_the_sweeper(releases) -> None:
-    device = EmulatedDevice(InlineDriver())  # all has run before `track` is done
+async def test_what_is_asked_for_late_is_told_before_what_was_recorded_after_it(releases) -> None:
+    device, gate = EmulatedDevice(ThreadDriver()), threading.Event()
     reactor = CompletionReactor(AsyncioPort(), sweep_seconds=NEVER)
-    reactor.track(device, device.stream("s"), releases.hook(0), urgent=lambda: False)
-    await asyncio.sleep(0)
-    assert releases.calls == []
-    reactor.poll()
-    assert releases.labels == [0]
-    assert reactor.statistics().wakes == 0
+    stream, early, last = device.stream("s"), device.event(), device.event()
+    stream.record(early)
+    stream.launch(lambda: gate.wait(PATIENCE))
+    stream.record(last)
+    reactor.track(device, stream, releases.hook("last"), event=last)
+    reactor.track(device, stream, releases.hook("early"), event=early, late=True)
 
-    swept = CompletionReactor(AsyncioPort(), sweep_seconds=SOON)
-    swept.track(device, device.stream("s"), releases.hook(1), urgent=lambda: False)
-    await releases.wait(2)
-    assert await swept.aclose(PATIENCE) == 0
+    await releases.wait(1)
+    assert releases.labels == ["early"]
+    assert reactor.statistics().in_flight == 1
+    gate.set()
+    assert await reactor.aclose(PATIENCE) == 0
+    assert releases.labels == ["early", "last"]
+    device.close()
 
 
 @pytest.mark.asyncio
-async def test_nothing_is_too_quiet_for_a_reactor_that_closes(stuck, releases) -> None:
-    reactor = CompletionReactor(AsyncioPort(), sweep_seconds=NEVER)
-    reactor.track(stuck.device, stuck.stream, releases.hook(0), urgent=lambda: False)
-    closing = asyncio.create_task(reactor.aclose(PATIENCE))
-    await asyncio.sleep(0)
-    stuck.free()
-    assert await closing == 0
-    assert releases.labels == [0]
+async def test_what_is_asked_for_late_is_swept_too(lossy, releases) -> None:
+    device = lossy(EmulatedDevice(InlineDriver()))
+    reactor = CompletionReactor(AsyncioPort(), sweep_seconds=SOON)
+    stream, event = device.stream("s"), device.event()
+    stream.record(event)
+    reactor.track(device, stream, releases.hook(0), event=event, late=True)
+
+    await releases.wait(1)
+    assert reactor.statistics().swept == 1
 
 
 @pytest.mark.asyncio
@@ -106,11 +110,11 @@ async def test_a_release_runs_in_no_waiters_context() -> None:
     device, found = EmulatedDevice(InlineDriver()), []
     tenant: ContextVar[str] = ContextVar("tenant", default="nobody")
     reactor = CompletionReactor(AsyncioPort(), sweep_seconds=NEVER)
-    reactor.track(device, device.stream("s"), lambda _: found.append(tenant.get()), urgent=lambda: False)
 
     async def wait() -> None:
         tenant.set("B")
-        reactor.poll()
+        reactor.track(device, device.stream("s"), lambda _: found.append(tenant.get()))
+        await reactor.aclose(PATIENCE)
 
     await asyncio.create_task(wait())
     assert found == ["nobody"]

@@ -193,7 +193,10 @@ async def test_what_was_never_enqueued_lets_threads_through(open_rig, operation:
 @pytest.mark.asyncio
 async def test_a_transfer_without_a_plan_lets_nobody_through_before_it_has_failed(open_rig) -> None:
     async with open_rig() as rig:
-        compute, record = rig.device.stream("compute"), TransferRecord(0, Direction.LOAD, (), lambda: None)
+        compute, record = (
+            rig.device.stream("compute"),
+            TransferRecord(0, Direction.LOAD, (), lambda record, index: None),
+        )
         ticket = Ticket(Submission(transfers=[record]), LAYERS)
 
         for method in (ticket.fence(1).wait_on, partial(ticket.fence(1).record, rig.device.event())):

@@ -189,21 +189,50 @@ async def test_layers_land_one_by_one(open_rig, operation: Build) -> None:
 
 
 @pytest.mark.asyncio
-async def test_layers_that_nobody_waits_for_do_not_wake_the_loop(open_rig, operation: Build) -> None:
+async def test_a_transfer_is_one_completion_and_one_for_each_layer_asked_for(
+    open_rig, operation: Build
+) -> None:
     async with open_rig("stepped") as rig:
-        ticket = rig.transfers.submit(
-            operation(Direction.LOAD, kv=([0], [0]), mamba=([0], [0])), done=rig.done
-        )
+
+        async def tracked(*layers: int, early: int) -> int:
+            """How many, where some layers are waited for, twice each; one before it is enqueued."""
+            before = rig.reactor.statistics().tracked
+            wish = operation(Direction.LOAD, kv=([0], [0]), mamba=([0], [0]))
+            ticket = rig.transfers.submit(wish, done=rig.done)
+            waiting = [asyncio.create_task(ticket.layer(layer)) for layer in layers[:early] * 2]
+            await ticket.submitted()
+            waiting += [asyncio.create_task(ticket.layer(layer)) for layer in layers[early:] * 2]
+            for _ in range(3):
+                await asyncio.sleep(0)
+            for layer in range(5):
+                rig.device.step()
+                assert await asyncio.to_thread(ticket.host_fence(layer).wait, PATIENCE)
+            await asyncio.gather(ticket, *waiting)
+            return rig.reactor.statistics().tracked - before
+
+        assert await tracked(early=0) == 1
+        assert await tracked(1, 3, early=0) == 3
+        assert await tracked(0, 2, 5, early=0) == 3, "layer 5 comes with the last group"
+        assert await tracked(1, 3, early=2) in (3, 4, 5), "asked for by both threads at once: told twice"
+        statistics = rig.reactor.statistics()
+        assert statistics.completed == statistics.tracked
+        assert rig.outcomes == [None] * 4
+
+
+@pytest.mark.asyncio
+async def test_a_layer_that_is_asked_for_late_is_told_before_the_last(open_rig, operation: Build) -> None:
+    async with open_rig("stepped") as rig:
+        ticket = rig.transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=rig.done)
         await ticket.submitted()
-        before = rig.reactor.statistics()
-        for layer in range(5):
-            rig.device.step()
-            assert await asyncio.to_thread(ticket.host_fence(layer).wait, PATIENCE)
+        waiting = asyncio.create_task(ticket.layer(0))
+        await asyncio.sleep(0)
+        rig.device.step()
+        await waiting
+        assert ticket.status(0) is LayerStatus.COMPLETE
+        assert not ticket.done
+        assert rig.outcomes == []
+        rig.device.step(2)
         await ticket
-        after = rig.reactor.statistics()
-        assert after.completed - before.completed == 5
-        assert after.wakes - before.wakes <= 1  # none if the sweeper was there first
-        assert rig.outcomes == [None]
 
 
 @pytest.mark.asyncio

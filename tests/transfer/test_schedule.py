@@ -53,7 +53,7 @@ def test_operations_of_one_tick_are_planned_once_for_each_pool_and_direction(
 ) -> None:
     both = (Direction.LOAD, Direction.BACKUP)
     wishes = [_wish(operation, direction, number) for number in range(OPERATIONS) for direction in both]
-    scheduler = Scheduler(POOLS, LAYERS, 1, lambda: None)
+    scheduler = Scheduler(POOLS, LAYERS, 1, lambda record, index: None)
     calls = _counted(
         monkeypatch,
         (schedule, "merge"),

@@ -153,7 +153,14 @@ class Device(Protocol):
         """
         ...
 
-    def notify(self, stream: Stream, event: Event, reached: Callable[[BaseException | None], None]) -> None:
+    def notify(
+        self,
+        stream: Stream,
+        event: Event,
+        reached: Callable[[BaseException | None], None],
+        *,
+        late: bool = False,
+    ) -> None:
         """Call `reached(error)` from any thread, once, when the latest record of `event` is reached.
 
         Notifications may be lost (tests have drivers that lose them); a caller that must not miss one polls
@@ -162,6 +169,7 @@ class Device(Protocol):
         Args:
             stream: where `event` was recorded. Notifications of one stream come in order.
             event: not to be recorded again before `reached` was called.
+            late: others of the stream may have been asked for that were recorded after `event`.
 
         Raises:
             RequestStateError: `event` was never recorded.

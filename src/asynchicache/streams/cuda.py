@@ -62,7 +62,7 @@ class CudaDevice:
         self._lock = threading.Lock()
         self._streams: list[CudaStream] = []
         self._wrapped: dict[int, CudaStream] = {}
-        self._waiters: dict[CudaStream, EventWaiter] = {}
+        self._waiters: dict[tuple[CudaStream, bool], EventWaiter] = {}
         self._spare: deque[int] = deque()
         self._maker: CudaStream | None = None
         self._closed = False
@@ -181,9 +181,10 @@ class CudaDevice:
     def yield_to_streams(self) -> None:
         """A GPU starts by itself."""
 
-    def notify(self, stream: Stream, event: Event, reached: Reached) -> None:
-        """Call `reached(error)` once, from the stream's waiter thread, when the latest record of `event` is
-        reached. `reached` must be short and must not raise.
+    def notify(self, stream: Stream, event: Event, reached: Reached, *, late: bool = False) -> None:
+        """Call `reached(error)` once, from a thread of the stream's, when the latest record of `event` is
+        reached. `reached` must be short and must not raise. The thread blocks on one event after the other,
+        so that there is a second one for `late` events.
 
         Raises:
             ClosedError: the device is closed.
@@ -193,20 +194,20 @@ class CudaDevice:
         own = self._own(stream)
         if not own.own(event).recorded:
             raise RequestStateError(f"stream {own.name} is to tell of an event that was never recorded")
-        self._waiter(own).put(event, reached)
+        self._waiter(own, late).put(event, reached)
 
     def _own(self, stream: Stream) -> CudaStream:
         if not isinstance(stream, CudaStream) or stream.device is not self:
             raise UsageError(f"{stream!r} is not a stream of {self.name}")
         return stream
 
-    def _waiter(self, stream: CudaStream) -> EventWaiter:
+    def _waiter(self, stream: CudaStream, late: bool) -> EventWaiter:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"device {self.name} is closed")
-            if stream not in self._waiters:
-                self._waiters[stream] = EventWaiter(stream.name, self.own_thread)
-            return self._waiters[stream]
+            if (stream, late) not in self._waiters:
+                self._waiters[stream, late] = EventWaiter(stream.name, self.own_thread)
+            return self._waiters[stream, late]
 
     def check(self) -> None:
         """

@@ -30,7 +30,7 @@ class _Mark:
 
 
 @dataclass(slots=True, eq=False)
-class _Launch:
+class _Call:
     work: Work
 
 
@@ -44,7 +44,7 @@ class _Wait:
     mark: _Mark
 
 
-_StreamCommand: TypeAlias = _Launch | _Record | _Wait
+_StreamCommand: TypeAlias = _Call | _Record | _Wait
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +142,7 @@ class _Machine:
                 case _Wait(mark) if not mark.reached:
                     lane.busy = True
                     mark.blocked.append(lane)
-                case _Launch(work):
+                case _Call(work):
                     lane.busy = True
                     acts.append(partial(self._start, lane, partial(self._run, lane, work)))
         return woken
@@ -249,7 +249,7 @@ class EmulatedStream:
         if self.graph is not None:
             self.graph.calls.append(lambda: self.launch(work))
             return
-        self.machine.push(self.lane, _Launch(work))
+        self.machine.push(self.lane, _Call(work))
 
     def current(self) -> AbstractContextManager[object]:
         """A context that does nothing."""
@@ -394,7 +394,7 @@ class EmulatedDevice:
         """Give the streams' threads, if any, the chance to start; see `ThreadDriver.yield_to_streams`."""
         self._machine.yield_to_streams()
 
-    def notify(self, stream: Stream, event: Event, reached: Reached) -> None:
+    def notify(self, stream: Stream, event: Event, reached: Reached, *, late: bool = False) -> None:
         """Call `reached(error)` once when the work before the latest record of `event` has run, or was
         skipped; at once if it has. `reached` must be short and must not raise: the stream's next work waits
         for it.

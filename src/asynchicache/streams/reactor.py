@@ -46,16 +46,18 @@ class ReactorStatistics:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One `track`. Any thread writes `reached`, `quiet` and `error`; the rest is written under the lock."""
+    """One `track`. Any thread writes `reached` and `error`; the rest is written under the lock.
+
+    `queue` is what entries that are reached in order have in common.
+    """
 
     device: Device
     stream: Stream
     event: Event
     release: OnReached
-    urgent: Callable[[], bool] | None
+    queue: object
     since: float
     reached: bool = False
-    quiet: bool = False  # reached, but the loop was not woken for it
     error: BaseException | None = None
     finished: bool = False
     warned: bool = False
@@ -66,8 +68,7 @@ class CompletionReactor:
 
     Releases of one stream are called in the order they were tracked. The device's threads put notifications
     into a queue that one posted call drains. Notifications may be lost (an error on the stream, a bug in a
-    driver), so a sweeper queries the events too while something is in flight. A completion that no task waits
-    for need not wake the loop: it stays in the queue until something else does.
+    driver), so a sweeper queries the events too while something is in flight.
 
     `track` may be called from the thread that uses its stream; the rest is confined to the loop.
     """
@@ -90,7 +91,7 @@ class CompletionReactor:
         self._sweep_seconds = sweep_seconds
         self._warn_seconds = warn_seconds
         self._lock = threading.Lock()
-        self._in_flight: dict[Stream, deque[_Entry]] = {}
+        self._in_flight: dict[object, deque[_Entry]] = {}  # by queue
         self._reported: deque[_Entry] = deque()
         self._wake_posted = False
         self._sweeping = False
@@ -106,7 +107,7 @@ class CompletionReactor:
         release: OnReached,
         *,
         event: Event | None = None,
-        urgent: Callable[[], bool] | None = None,
+        late: bool = False,
     ) -> None:
         """Call `release(error)` on the loop, never from within this call, when all that is enqueued
         on `stream` now has run.
@@ -117,8 +118,8 @@ class CompletionReactor:
                 trusted then, and may still be written.
             event: recorded on `stream` just now, and never to be recorded again; saves recording another
                 one. Default: the caller has none.
-            urgent: called on one of the device's threads when the work has run. If it returns False, the loop
-                is not woken for this alone: a task that starts to wait calls `poll`. Default: it is urgent.
+            late: `event` was recorded a while ago: its release has no order among those of the stream. May be
+                called from the loop then.
 
         Raises:
             ClosedError: the reactor is closed; `release` will not be called.
@@ -126,19 +127,14 @@ class CompletionReactor:
         if event is None:
             event = device.event()
             stream.record(event)
-        entry = _Entry(device, stream, event, release, urgent, self._port.now())
+        entry = _Entry(device, stream, event, release, event if late else stream, self._port.now())
         with self._lock:
             if self._closed:
                 raise ClosedError("the reactor is closed; nothing more can be tracked")
-            self._in_flight.setdefault(stream, deque()).append(entry)
+            self._in_flight.setdefault(entry.queue, deque()).append(entry)
             self._tracked += 1
-        device.notify(stream, event, partial(self._tell, entry))
+        device.notify(stream, event, partial(self._tell, entry), late=late)
         self._ensure_sweeper(entry)
-
-    def poll(self) -> None:
-        """Call the releases of what is known to have run, without waiting for a wake-up; on the loop."""
-        if not self._ended:
-            self._finish_reported()
 
     def statistics(self) -> ReactorStatistics:
         return ReactorStatistics(self._tracked, self._completed, self._wakes, self._swept)
@@ -169,11 +165,6 @@ class CompletionReactor:
         entry.error = error
         entry.reached = True
         self._reported.append(entry)
-        # Checked after the append: a task that waits, and `aclose`, announce themselves before they look at
-        # the queue, so one of the two sees the other.
-        if error is None and entry.urgent is not None and not (self._closed or entry.urgent()):
-            entry.quiet = True
-            return
         with self._lock:
             wake, self._wake_posted = not self._wake_posted, True
         if wake:
@@ -182,7 +173,7 @@ class CompletionReactor:
     def _ensure_sweeper(self, entry: _Entry) -> None:
         with self._lock:
             # If the loop is woken for it, it will be drained: no timer is needed.
-            arm = not (self._sweeping or (entry.reached and not entry.quiet))
+            arm = not (self._sweeping or entry.reached)
             self._sweeping = self._sweeping or arm
         if arm:
             self._port.post(self._arm)
@@ -193,7 +184,8 @@ class CompletionReactor:
         with self._lock:
             self._wake_posted = False
         self._wakes += 1
-        self.poll()
+        if not self._ended:
+            self._finish_reported()
 
     def _finish_reported(self) -> None:
         for _ in range(len(self._reported)):  # what is added meanwhile has posted another drain
@@ -217,8 +209,8 @@ class CompletionReactor:
             return
         self._finish_reported()
         with self._lock:
-            streams = [list(entries) for entries in self._in_flight.values()]
-        for entries in streams:
+            queues = [list(entries) for entries in self._in_flight.values()]
+        for entries in queues:
             self._look_at(entries)
 
     def _look_at(self, entries: list[_Entry]) -> None:
@@ -244,7 +236,7 @@ class CompletionReactor:
             )
 
     def _finish_through(self, last: _Entry) -> None:
-        """Finish `last` and all entries before it on its stream: streams run in order."""
+        """Finish `last` and all entries before it in its queue: streams run in order."""
         with self._lock:
             entries = [] if last.finished else self._pop_through(last)
         for entry in entries:
@@ -252,14 +244,14 @@ class CompletionReactor:
         self._tell_idle()
 
     def _pop_through(self, last: _Entry) -> list[_Entry]:
-        queue = self._in_flight[last.stream]
+        queue = self._in_flight[last.queue]
         popped = []
         while not last.finished:
             entry = queue.popleft()
             entry.finished = True
             popped.append(entry)
         if not queue:
-            del self._in_flight[last.stream]
+            del self._in_flight[last.queue]
         return popped
 
     def _finish(self, entry: _Entry, error: BaseException | None) -> None:

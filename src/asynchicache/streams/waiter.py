@@ -16,7 +16,7 @@ Reached: TypeAlias = Callable[[BaseException | None], None]
 class EventWaiter:
     """The recorded events of one stream, first in first out, and a thread that blocks on the head.
 
-    There is one per stream, so that a slow stream does not delay the events of others.
+    Each stream has its own, so that a slow stream does not delay the events of others.
     """
 
     def __init__(self, name: str, start: Callable[[], object]) -> None:

@@ -53,11 +53,18 @@ class LossyDevice:
     def yield_to_streams(self) -> None:
         self._inner.yield_to_streams()
 
-    def notify(self, stream: Stream, event: Event, reached: Callable[[BaseException | None], None]) -> None:
+    def notify(
+        self,
+        stream: Stream,
+        event: Event,
+        reached: Callable[[BaseException | None], None],
+        *,
+        late: bool = False,
+    ) -> None:
         if self._lost():
             self.withheld.append(partial(reached, None))
         else:
-            self._inner.notify(stream, event, reached)
+            self._inner.notify(stream, event, reached, late=late)
 
     def close(self) -> None:
         self._inner.close()

@@ -110,7 +110,7 @@ class LocalTransfers:
         self._copier = PageCopier(memories, table=paths, force=copy_path)
         self._extents = {pool: memory.extent for pool, memory in memories.items()}
         self._capacities = {pool: (one.device_slots, one.host_slots) for pool, one in self._extents.items()}
-        self.scheduler = Scheduler(self._extents, layers, group_bytes, reactor.poll)
+        self.scheduler = Scheduler(self._extents, layers, group_bytes, self._watch)
         self._streams = {
             direction: device.stream(direction.value, urgent=direction is not Direction.BACKUP)
             for direction in Direction
@@ -343,10 +343,10 @@ class LocalTransfers:
                 index = record.enqueue(event)
                 if record.has_enqueue_waiter(index):
                     self._call_on_loop(partial(record.wake_enqueue_waiters, index))
-                reached = partial(self._on_group_reached, record, index, sample if index == last else None)
-                self._reactor.track(
-                    self._device, stream, reached, event=event, urgent=record.wake_condition(index)
-                )
+                if record.is_watched(index):
+                    of_last = sample if index == last else None
+                    reached = partial(self._on_group_reached, record, index, of_last)
+                    self._reactor.track(self._device, stream, reached, event=event)
                 if index == 0 < last and self._submitter is not None:
                     self._call_on_loop(begun)  # a forward waits for the first layers
                     self._device.yield_to_streams()
@@ -382,6 +382,12 @@ class LocalTransfers:
             self._port.post(call)
 
     # After the copies, on the loop.
+
+    def _watch(self, record: TransferRecord, index: int) -> None:
+        """A task waits for a group that is enqueued and of which nobody would hear."""
+        reached = partial(self._on_group_reached, record, index, None)
+        event, stream = record.event(index), self._streams[record.direction]
+        self._reactor.track(self._device, stream, reached, event=event, late=True)
 
     def _on_group_reached(
         self, record: TransferRecord, index: int, sample: AuditSample | None, error: BaseException | None

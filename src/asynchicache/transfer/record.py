@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from typing import TypeAlias
 
 import msgspec
@@ -228,11 +227,11 @@ class TransferRecord:
         number: int,
         direction: Direction,
         submissions: Sequence[Submission],
-        poll: Callable[[], None],
+        watch: Callable[[TransferRecord, int], None],
     ) -> None:
         """
         Args:
-            poll: has the loop process completions that it was not woken for.
+            watch: has `land` called when a group has landed, by its index.
         """
         self.number = number
         self.direction = direction
@@ -246,7 +245,7 @@ class TransferRecord:
         self.failure: BaseException | None = None
         self.finished = False
         self.settled = asyncio.Event()
-        self._poll = poll
+        self._watch = watch
         self._events: list[Event | None] = []  # by group, behind its copies
         self._enqueued = 0  # groups, by the submit thread
         self._landed = 0  # groups whose bytes are there, by the loop
@@ -287,12 +286,10 @@ class TransferRecord:
         """Whether a task waits, in `submitted`, for a group to be enqueued."""
         return index in self._enqueue_waiters
 
-    def wake_condition(self, index: int) -> Callable[[], bool] | None:
-        """Decides whether the loop is woken when group `index` has landed. None (always) where an operation
-        ends, and for the last group; otherwise whether a task waits for the group."""
-        if self._ending[index] or index == len(self._events) - 1:
-            return None
-        return partial(self._landing_waiters.__contains__, index)
+    def is_watched(self, index: int) -> bool:
+        """Whether the loop is to learn when group `index` has landed: where an operation ends, at the last
+        group, and where a task waits for it."""
+        return bool(self._ending[index]) or index == len(self._events) - 1 or index in self._landing_waiters
 
     def release(self) -> None:
         """Drop what only enqueueing needed. Records that refer to each other would never be freed, and
@@ -363,10 +360,18 @@ class TransferRecord:
             await self.settled.wait()
             return self.failure or self.error
         if not self.is_ended(index):
-            waiter = self._landing_waiters.setdefault(index, asyncio.Event())
-            self._poll()  # it may have landed while no task waited, without waking the loop
-            await waiter.wait()
+            if not self.is_watched(index):
+                if self.status(index) is LayerStatus.COMPLETE:
+                    return None
+                self._ask_for(index)
+            await self._landing_waiters.setdefault(index, asyncio.Event()).wait()
         return self.failure_of(index)
+
+    def _ask_for(self, index: int) -> None:
+        self._landing_waiters[index] = asyncio.Event()
+        # As in `submitted`: the submit thread counts the group first, and asks whether it is watched second.
+        if self.is_enqueued(index):
+            self._watch(self, index)
 
     def wake_enqueue_waiters(self, index: int) -> None:
         self._enqueue_waiters[index].set()
@@ -429,8 +434,8 @@ def record_elsewhere(number: int, submission: Submission, layers: int, nbytes: i
     return record
 
 
-def _nothing() -> None:
-    """No completion has to be looked for: the end is told."""
+def _nothing(record: TransferRecord, index: int) -> None:
+    """No completion has to be asked for: the end is told."""
 
 
 def device_error(event: Event) -> DeviceError | None:

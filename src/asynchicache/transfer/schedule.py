@@ -150,19 +150,19 @@ class Scheduler:
         extents: Mapping[str, PoolShape],
         layers: int,
         group_bytes: int,
-        poll: Callable[[], None],
+        watch: Callable[[TransferRecord, int], None],
     ) -> None:
         """
         Args:
             extents: by pool.
             layers: layers of the model, those without a cache included.
             group_bytes: as the attribute.
-            poll: has the loop process completions that it was not woken for.
+            watch: as `TransferRecord` has it.
         """
         self._extents = extents
         self._layers = layers
         self.group_bytes = group_bytes
-        self._poll = poll
+        self._watch = watch
         self._hazards = HazardTable(extents)
         self._independence = IndependenceCheck(extents)
         self._live: dict[int, TransferRecord] = {}
@@ -225,7 +225,7 @@ class Scheduler:
         direction, columns = operations[0].direction, columns_of(operations)
         since = self._oldest
         self._number += 1
-        record = TransferRecord(self._number, direction, submissions, self._poll)
+        record = TransferRecord(self._number, direction, submissions, self._watch)
         self._scheduled.append(record)
         if self._live:
             record.reads_from = self._records(self._hazards.writers_of_sources(direction, columns, since))

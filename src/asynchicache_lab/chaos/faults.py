@@ -143,13 +143,20 @@ class ChaosDevice:
     def yield_to_streams(self) -> None:
         self._inner.yield_to_streams()
 
-    def notify(self, stream: Stream, event: Event, reached: Callable[[BaseException | None], None]) -> None:
+    def notify(
+        self,
+        stream: Stream,
+        event: Event,
+        reached: Callable[[BaseException | None], None],
+        *,
+        late: bool = False,
+    ) -> None:
         if self._draws.occurs("notification.lost", self._faults.lost):
             return
         if self._draws.occurs("notification.late", self._faults.late):
             delay = self._draws.chance.expovariate(1 / (COPY_SECONDS * SLOWER))
             reached = partial(self._tell_late, delay, reached)
-        self._inner.notify(_bare(stream), event, reached)
+        self._inner.notify(_bare(stream), event, reached, late=late)
 
     def _tell_late(
         self, delay: float, reached: Callable[[BaseException | None], None], error: BaseException | None
