@@ -11,14 +11,12 @@ from asynchicache.tree.ghosts import Ghosts
 from asynchicache.tree.node import FULL_DEVICE, Node
 from asynchicache.tree.policies import NOBODY, SizeCredit, Use
 from asynchicache.tree.radix_tree import UnifiedRadixTree
-from asynchicache.types import TOKEN_BYTES
 
-PAGE_BYTES = TOKEN_BYTES
 HALF_LIFE = 100
 
 
-def key(pages: int, first: int = 0) -> memoryview:
-    return memoryview(array("q", range(first, first + pages))).cast("B")
+def tokens(pages: int, first: int = 0) -> array[int]:
+    return array("q", range(first, first + pages))
 
 
 def end(pages: int = 1) -> Node:
@@ -27,16 +25,16 @@ def end(pages: int = 1) -> Node:
 
 def experienced(capacity: int = 1000) -> SizeCredit:
     """A policy that has seen 20 requests of 8 new pages, which returned after 100 pages."""
-    made = SizeCredit(capacity, PAGE_BYTES)
-    for number in range(20):
+    made = SizeCredit(capacity, 1)
+    for _ in range(20):
         node = end()
         made.published(node, 1000, NOBODY)
-        made.credit(node, 1000 + HALF_LIFE, key(8, 8 * number), NOBODY)
+        made.credit(node, 1000 + HALF_LIFE, Use(tokens=8))
     return made
 
 
 def credit(of: SizeCredit, new: int, hint: float = 0.0) -> float:
-    return of.credit(end(), 1, key(new, 1 << 20), Use(hint=hint))
+    return of.credit(end(), 1, Use(tokens=new, hint=hint))
 
 
 @pytest.mark.parametrize(("new", "halvings"), [(8, 0), (16, 0.5), (32, 1), (2, -1), (0, -1.5), (8 << 10, 2)])
@@ -52,15 +50,15 @@ def test_a_hint_counts_like_size_within_the_same_bounds():
 
 
 def test_before_anybody_returned_it_is_lru():
-    fresh = SizeCredit(1000, PAGE_BYTES)
+    fresh = SizeCredit(1000, 1)
     assert [credit(fresh, new) for new in (1, 8, 500)] == [0, 0, 0]
 
 
 def test_a_return_counts_once():
-    policy, node = SizeCredit(1000, PAGE_BYTES), end()
+    policy, node = SizeCredit(1000, 1), end()
     policy.published(node, 1, NOBODY)
     for _ in range(30):
-        policy.credit(node, 51, key(1), Use(known=1))
+        policy.credit(node, 51, Use(tokens=1, known=1))
     assert credit(policy, 100) == 0, "one return is not enough"
 
 
@@ -78,10 +76,10 @@ def test_what_was_evicted_lately_is_not_new():
 
 
 def test_the_memory_of_what_was_evicted_is_bounded():
-    ghosts = Ghosts(10, PAGE_BYTES)
+    ghosts = Ghosts(10, 1)
     for number in range(9):
-        ghosts.add(0, bytes(key(1, number)), 10)
-    assert [ghosts.reach(key(12, number), 0) for number in range(9)] == [0] * 5 + [10] * 4
+        ghosts.add(0, tokens(1, number).tobytes(), 10)
+    assert [ghosts.reach(tokens(12, number), 0) for number in range(9)] == [0] * 5 + [10] * 4
 
 
 def test_the_order_is_that_of_worth_and_the_credit_of_the_request():

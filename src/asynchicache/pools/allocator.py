@@ -184,7 +184,8 @@ class SlotAllocator:
                     state[undone] = HELD
                 raise self._not_held(slot, "given back")
             state[slot] = to
-        self._readmitted.difference_update(slots)
+        if self._readmitted:
+            self._readmitted.difference_update(slots)
         if self.on_release is not None:
             self.on_release(slots)
 

@@ -49,6 +49,10 @@ class Component(Protocol):
         ...
 
 
+_USABLE = (RESIDENT, LOADING)
+"""Of the device: what arrives there is awaited by layer."""
+
+
 class _Places:
     """Where a component's slots stand."""
 
@@ -60,10 +64,10 @@ class _Places:
         self._host = place_of(component_id, Tier.HOST)
 
     def nearest(self, node: Node) -> Tier | None:
-        device = node.residency[self._device]
-        if device in (RESIDENT, LOADING):
+        residency = node.residency
+        if residency[self._device] in _USABLE:
             return Tier.DEVICE
-        return Tier.HOST if node.residency[self._host] == RESIDENT else None
+        return Tier.HOST if residency[self._host] == RESIDENT else None
 
 
 class StateComponent(_Places):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 _SHARE = 4
 """Remembered are about this many times the pages of the larger tier."""
 _MOST = 1 << 17
@@ -14,15 +16,15 @@ class Ghosts:
     with the same page may count as returned. That costs a wrong guess.
     """
 
-    __slots__ = ("_most_pages", "_page_bytes", "_pages", "_runs")
+    __slots__ = ("_most_pages", "_page_size", "_pages", "_runs")
 
-    def __init__(self, capacity: int, page_bytes: int) -> None:
+    def __init__(self, capacity: int, page_size: int) -> None:
         """
         Args:
             capacity: pages that the larger tier holds.
-            page_bytes: bytes of a page in a key.
+            page_size: tokens of a page.
         """
-        self._page_bytes = page_bytes
+        self._page_size = page_size
         self._most_pages = _SHARE * capacity
         self._runs: dict[tuple[int, int], int] = {}  # first page and hash of its tokens -> end, oldest first
         self._pages = 0
@@ -38,16 +40,13 @@ class Ghosts:
             oldest = next(iter(runs))
             self._pages -= runs.pop(oldest) - oldest[0]
 
-    def reach(self, prompt: memoryview, pages: int) -> int:
-        """How many pages of a prompt were here, if its first `pages` still are.
-
-        `prompt`: its tokens as bytes.
-        """
-        size = self._page_bytes
+    def reach(self, prompt: array[int], pages: int) -> int:
+        """How many pages of a prompt were here, if its first `pages` still are."""
+        runs, size = self._runs, self._page_size
         most = len(prompt) // size
-        while self._runs and pages < most:
+        while runs and pages < most:
             head = prompt[pages * size : (pages + 1) * size].tobytes()
-            if (end := self._runs.get((pages, hash(head)))) is None:
+            if (end := runs.get((pages, hash(head)))) is None:
                 break
             pages = end
-        return min(pages, most)
+        return pages if pages < most else most

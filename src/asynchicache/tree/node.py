@@ -131,9 +131,10 @@ class Node:
         self.pages = pages
         self.end: int = pages if parent is None else parent.end + pages
         self.children: dict[bytes, Node] = {}
-        self.slots: list[list[int] | None] = [None] * (TIERS * components)
-        self.residency: list[int] = [ABSENT] * (TIERS * components)
-        self.locks: list[int] = [0] * (TIERS * components)
+        places = TIERS * components
+        self.slots: list[list[int] | None] = [None] * places
+        self.residency: list[int] = [ABSENT] * places
+        self.locks: list[int] = [0] * places
         self.worth: list[float] = [0] * components
         self.keep: Keep | None = None
         self.superseded = 0

@@ -58,11 +58,11 @@ class Policy:
 
     lower: Callable[[Node, float], None]
 
-    def __init__(self, capacity: int, page_bytes: int) -> None:
+    def __init__(self, capacity: int, page_size: int) -> None:
         """
         Args:
             capacity: pages that the larger tier holds.
-            page_bytes: bytes of a page in a key.
+            page_size: tokens of a page.
         """
 
     def worth(self, node: Node, clock: float, use: Use) -> float:
@@ -75,13 +75,12 @@ class Policy:
         """
         raise TypeError(f"{type(self).__name__} has no worth()")
 
-    def credit(self, end: Node, clock: float, prompt: memoryview, use: Use) -> float:
+    def credit(self, end: Node, clock: float, use: Use) -> float:
         """What is particular to a request that was just matched; called once, before it uses the tree.
 
         Args:
             end: the node where its match ends, or the one before if it ends inside a node.
             clock: the tree's clock.
-            prompt: its tokens as bytes, valid during the call.
             use: the request, without its credit.
         """
         return use.hint
@@ -118,8 +117,8 @@ class SizeCredit(Policy):
     New are pages that were in no tier lately (`tree.ghosts`).
     """
 
-    def __init__(self, capacity: int, page_bytes: int) -> None:
-        self._page_bytes = page_bytes
+    def __init__(self, capacity: int, page_size: int) -> None:
+        self._page_size = page_size
         self._usual_return = 0.0
         self._returns = self._openings = 0
         self._return_logs = self._size_logs = 0.0  # sums of logarithms: the means are geometric
@@ -127,11 +126,11 @@ class SizeCredit(Policy):
     def worth(self, node: Node, clock: float, use: Use) -> float:
         return clock + use.credit
 
-    def credit(self, end: Node, clock: float, prompt: memoryview, use: Use) -> float:
+    def credit(self, end: Node, clock: float, use: Use) -> float:
         if end.published >= 0:
             self._returned(clock - end.published)
             end.published = -1
-        pages = len(prompt) // self._page_bytes
+        pages = use.tokens // self._page_size
         new = log(pages - use.known) if pages > use.known else 0.0
         self._openings += 1
         self._size_logs += new
@@ -201,7 +200,7 @@ class EvictionQueue:
     there is no other.
     """
 
-    __slots__ = ("_component_id", "_flag", "_heap", "_place", "density", "members", "shelf")
+    __slots__ = ("_component_id", "_flag", "_heap", "_place", "density", "discard", "members", "shelf")
 
     def __init__(self, component_id: int, place: SlotPlace, density: float = 1.0) -> None:
         """
@@ -217,6 +216,7 @@ class EvictionQueue:
         self._heap: list[tuple[float, int, Node]] = []
         self.density = density
         self.members: set[Node] = set()
+        self.discard = self.members.discard  # four times a turn: without a frame of its own
 
     def add(self, node: Node) -> None:
         """Add a candidate, or say that it changed."""
@@ -227,9 +227,6 @@ class EvictionQueue:
             self._sweep()
         else:
             self._push(node)
-
-    def discard(self, node: Node) -> None:
-        self.members.discard(node)
 
     def requeue(self, node: Node) -> None:
         """Add an entry for a node whose worth has fallen, such as a window that a later one superseded.

@@ -218,11 +218,12 @@ class UnifiedRadixTree:
         self.places = all_places(self.width)
         self.page_places = tuple(place for place in self.places if component_of(place) in paged)
         self._window_places = frozenset(place for place in self.page_places if not is_full(place))
+        self._device_windows = frozenset(place_of(window.id, Tier.DEVICE) for window in self.windows)
         self._inherited = sum(1 << component_id for component_id in paged)
-        self.policy = policy(eviction)(capacity, self.page_bytes)
+        self.policy = policy(eviction)(capacity, page_size)
         self.policy.lower = self._lower
         self.tells_losses = type(self.policy).lost is not Policy.lost
-        self.ghosts = Ghosts(capacity, self.page_bytes)
+        self.ghosts = Ghosts(capacity, page_size)
         self.costs = tuple(costs) or (1.0,) * self.width
         self._has_states = any(not component.paged for component in self.components)
         self.value = PrefixValue(self.components, self.costs, self.restorable)
@@ -442,13 +443,13 @@ class UnifiedRadixTree:
         if place == FULL_DEVICE:
             parent = _parent(node)
             parent.device_children += 1
-            self.refresh(parent, FULL_DEVICE)
+            self.queues[FULL_DEVICE].discard(parent)
             if node.residency[FULL_HOST] == ABSENT:
                 self.clock += node.pages
         elif place == FULL_HOST:
             parent = _parent(node)
             parent.host_children += 1
-            self.refresh(parent, FULL_HOST)
+            self.queues[FULL_HOST].discard(parent)
             if node.residency[FULL_DEVICE] == ABSENT:
                 self.clock += node.pages
         self.refresh(node, place)
@@ -594,8 +595,9 @@ class UnifiedRadixTree:
         self._unlock(locks, node, place)
 
     def _lock(self, locks: Locks, node: Node, place: SlotPlace) -> None:
-        node.locks[place] += 1
-        if node.locks[place] == 1:
+        held = node.locks[place] + 1
+        node.locks[place] = held
+        if held == 1:
             self.queues[place].discard(node)
         if place in self._window_places:
             if node.holders is None:
@@ -605,8 +607,9 @@ class UnifiedRadixTree:
     def _unlock(self, locks: Locks, node: Node, place: SlotPlace) -> None:
         if place in self._window_places:
             _forget(node.holders or [], locks)
-        node.locks[place] -= 1
-        if not node.locks[place]:
+        held = node.locks[place] - 1
+        node.locks[place] = held
+        if not held:
             if node.pages:
                 self.refresh(node, place)
             else:
@@ -832,14 +835,13 @@ class UnifiedRadixTree:
             seed: the digest of its namespace.
             hint: what the client knows, from -2 (the request's pages will not be asked for again) to 2.
         """
-        use = Use(seed, len(tokens), self.count_known(tokens, match), hint)
-        with memoryview(tokens).cast("B") as prompt:
-            use.credit = self.policy.credit(match.node, self.clock, prompt, use)
+        use = Use(seed, len(tokens), self.ghosts.reach(tokens, match.full_pages), hint)
+        use.credit = self.policy.credit(match.node, self.clock, use)
         return use
 
     def count_known(self, tokens: array[int], match: Match) -> int:
         """Pages of `tokens`, which were just matched, that the tree has in some tier or had lately."""
-        return self.ghosts.reach(memoryview(tokens).cast("B"), match.full_pages)
+        return self.ghosts.reach(tokens, match.full_pages)
 
     def lock(self, match: Match, use: Use = NOBODY) -> PathLease:
         """Lock a match: nothing of its prefix can be evicted until the lease is closed.
@@ -894,7 +896,7 @@ class UnifiedRadixTree:
         kept on the device: a forward that reads them may be in flight; `drop_behind` drops them."""
         lease.node = node
         locked = lease.locked  # always this list: it is what closing the lease gives back
-        kept = {place_of(component.id, Tier.DEVICE) for component in self.windows}
+        kept = self._device_windows
         old = [i for i, (_, place) in enumerate(locked) if place not in kept]
         for held, place in self._anchors(node):
             self.lock_for(locked, held, place)
