@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from asynchicache.integrations.vllm.connector_metrics import FAMILIES
+from asynchicache.integrations.vllm.metrics import FAMILIES
 from asynchicache.integrations.vllm.options import ConnectorOptions, read_options
 
 PAGE = (Path(__file__).parents[2] / "docs/howto/vllm.md").read_text("utf-8")

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from asynchicache.integrations.vllm import words
 from asynchicache.integrations.vllm.connector import AsynchicacheConnector
-from asynchicache.integrations.vllm.connector_metrics import ConnectorMetrics, ConnectorStats
+from asynchicache.integrations.vllm.metrics import ConnectorMetrics, ConnectorStats
 from conformance.seams import accepts
 
 DATA = Path(__file__).parents[1] / "data"

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynchicache.integrations.vllm.connector_messages import StepOrders
+from asynchicache.integrations.vllm.connector_worker import StepOrders
 from asynchicache.pools.shared import HostHandle
 from asynchicache.transfer.remote import CopyOrder
 from asynchicache.types import Direction, PoolTransfer, Tier

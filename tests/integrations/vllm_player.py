@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from asynchicache.integrations.vllm.connector_messages import StepOrders, StepResults
 from asynchicache.integrations.vllm.connector_scheduler import ConnectorScheduler
-from asynchicache.integrations.vllm.connector_worker import ConnectorWorker
+from asynchicache.integrations.vllm.connector_worker import ConnectorWorker, StepOrders, StepResults
 from asynchicache.integrations.vllm.kv_groups import KvGroup, KvGroups, kv_groups
 from asynchicache.integrations.vllm.options import read_options
 from asynchicache.transfer.remote import CopyResult

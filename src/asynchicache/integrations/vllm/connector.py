@@ -9,24 +9,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from asynchicache.config import python_hash_seed
-from asynchicache.integrations.vllm.connector_messages import StepOrders, StepResults
-from asynchicache.integrations.vllm.connector_metrics import (
+from asynchicache.integrations.vllm.connector_scheduler import ConnectorScheduler
+from asynchicache.integrations.vllm.connector_worker import ConnectorWorker, StepOrders, StepResults
+from asynchicache.integrations.vllm.contents import follow_weights, hash_contents, model_digest
+from asynchicache.integrations.vllm.kv_groups import KvGroups, kv_groups
+from asynchicache.integrations.vllm.metrics import (
     ConnectorMetrics,
     ConnectorStats,
     StatisticsDeltas,
 )
-from asynchicache.integrations.vllm.connector_scheduler import ConnectorScheduler
-from asynchicache.integrations.vllm.connector_seam import (
+from asynchicache.integrations.vllm.options import check_engine, read_options
+from asynchicache.integrations.vllm.seam import (
     CacheHitSource,
     KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from asynchicache.integrations.vllm.connector_worker import ConnectorWorker
-from asynchicache.integrations.vllm.contents import follow_weights, hash_contents, model_digest
-from asynchicache.integrations.vllm.kv_groups import KvGroups, kv_groups
-from asynchicache.integrations.vllm.options import check_engine, read_options
 from asynchicache.types import Tier
 
 _SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}

@@ -20,7 +20,7 @@ from asynchicache.controller.request import EngineRequest
 from asynchicache.controller.statistics import CacheStatistics
 from asynchicache.errors import CacheError, ClosedError
 from asynchicache.integrations.bridge import Job, JobState, LoopBridge
-from asynchicache.integrations.vllm.connector_messages import StepOrders, StepResults
+from asynchicache.integrations.vllm.connector_worker import StepOrders, StepResults
 from asynchicache.integrations.vllm.contents import VllmWeights
 from asynchicache.integrations.vllm.hints import RequestHints, read_hints
 from asynchicache.integrations.vllm.kv_groups import KvGroup, KvGroups

@@ -1,19 +1,23 @@
-"""The worker's half of the connector: copies blocks, and decides nothing."""
+"""The worker's half of the connector, what it is told and what it answers: it copies, and decides nothing."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 
 from asynchicache.errors import CacheError
 from asynchicache.integrations.bridge import Job, JobState, LoopBridge
 from asynchicache.integrations.copy_worker import CopyWorker
-from asynchicache.integrations.vllm.connector_messages import StepOrders, StepResults
-from asynchicache.integrations.vllm.connector_seam import KVConnectorTransferResults
 from asynchicache.integrations.vllm.kv_groups import KvGroups
+from asynchicache.integrations.vllm.seam import (
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
 from asynchicache.pools.engine import EngineMemory
 from asynchicache.pools.shared import HostHandle
 from asynchicache.streams.base import Event
@@ -24,6 +28,38 @@ from asynchicache.types import Direction
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 10.0
+
+
+@dataclass(eq=False)
+class StepOrders(KVConnectorMetadata):
+    """From the scheduler to the workers.
+
+    Attributes:
+        host: host memory; a worker maps its part when it sees it first.
+        orders: copies to begin in this step; each worker copies its part.
+        loads: requests that wait for an order, by its id.
+        loaded: requests whose load had nothing to copy.
+        failed: requests whose load was refused; vLLM computes them.
+        idle: whether the step computes nothing.
+    """
+
+    host: HostHandle
+    orders: list[CopyOrder] = field(default_factory=list)
+    loads: dict[int, str] = field(default_factory=dict)
+    loaded: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    idle: bool = False
+
+
+@dataclass(eq=False)
+class StepResults(KVConnectorWorkerMetadata):
+    """From the workers to the scheduler: copies that have ended, by the worker's rank."""
+
+    results: dict[int, list[CopyResult]]
+
+    def aggregate(self, other: Self) -> Self:
+        """Join the results of workers."""
+        return type(self)(self.results | other.results)
 
 
 class ConnectorWorker:
