@@ -151,7 +151,7 @@ async def damaged(plant: Plant, words: str, world: SeededWorld) -> None:
     [
         (a_slot_that_is_lost, "leaked or stolen"),
         (a_slot_that_is_free_and_held, "leaked or stolen"),
-        (a_slot_with_two_owners, "a slot has two owners"),
+        (a_slot_with_two_owners, "has two owners"),
         (a_count_of_quarantined_slots, "1 slots counted in state 2, not so marked"),
         (a_slot_of_two_nodes, "belongs to 2 nodes"),
         (a_node_with_pages_nowhere, "has full pages nowhere"),

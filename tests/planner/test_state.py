@@ -290,10 +290,10 @@ def window_shared(sim: Simulation, request: RequestState) -> None:
     [
         (leaked, ["kv device slots: [1] leaked or stolen"]),
         (stolen, ["kv device slots: [1] leaked or stolen"]),
-        (shared, ["kv device slots: a slot has two owners"]),
+        (shared, ["kv device slots: slot 0 has two owners"]),
         (state_leaked, ["mamba device slots: [1] leaked or stolen"]),
-        (state_shared, ["mamba device slots: a slot has two owners"]),
-        (window_shared, ["swa device slots: a slot has two owners"]),
+        (state_shared, ["mamba device slots: slot 0 has two owners"]),
+        (window_shared, ["swa device slots: slot 0 has two owners"]),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

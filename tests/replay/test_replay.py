@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -30,6 +31,24 @@ def replay(trace: Path, **options: object) -> ReplayReport:
     missed = sum(tokens for reasons in report.misses.values() for tokens in reasons.values())
     assert sum(report.tokens_by_tier.values()) + missed == report.prompt_tokens
     return report
+
+
+def test_memory_is_at_most_three_times_the_file(tmp_path: Path):
+    """A trace without a block that occurs twice, all of which is kept."""
+    generator = random.Random(4)
+    prompts = [[generator.getrandbits(63) for _ in range(90)] for _ in range(150)]
+    lines = [{"timestamp": 0, "input_length": 90 * 512, "hash_ids": ids} for ids in prompts]
+    path = tmp_path / "distinct.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    tracemalloc.start()
+    try:
+        options = ReplayOptions(trace=str(path), block_size=512, policy="lru")  # no sketch of half a megabyte
+        report = run_replay(options, lambda done, total: None)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert report.working_set == {"kv": 150 * 90}
+    assert most <= 3 * path.stat().st_size, f"{most / report.working_set['kv']:.0f} bytes a block"
 
 
 # Real traces: the ceilings were computed by others, with exact and brute-force methods.

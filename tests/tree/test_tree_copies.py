@@ -209,7 +209,7 @@ def test_what_a_failure_took_can_be_loaded_again_while_the_old_copy_runs(bed):
     bed.finish(again)
 
     assert bed.match("abcd").pages == 4
-    assert bed.node("abcd").slots[FULL_DEVICE] == [6, 7]
+    assert bed.node("abcd").slots_at(FULL_DEVICE) == [6, 7]
     bed.check()
 
 

@@ -195,7 +195,7 @@ def test_the_rest_of_a_cut_node_can_be_found_extended_and_evicted(bed):
 
     bed.add("abcx")
 
-    assert bed.node("abcx").slots[FULL_DEVICE] == [4]
+    assert bed.node("abcx").slots_at(FULL_DEVICE) == [4]
     bed.check()
     assert bed.evict(FULL_DEVICE).count(FULL_DEVICE) == 4
 

@@ -18,7 +18,7 @@ def test_new_pages_are_taken(bed):
         result = bed.insert(lease, "abc")
 
     assert (result.accepted, result.duplicates, result.filled) == (3, [], [result.node])
-    assert bed.node("abc").slots == [[0, 1, 2], None]
+    assert bed.node("abc").slots == [array("I", [0, 1, 2]), None]
     bed.check()
 
 
@@ -31,7 +31,7 @@ def test_known_pages_are_duplicates(bed):
     assert result.duplicates == [2, 3]
     assert result.accepted == 2
     assert [bed.word(node) for node in result.filled] == ["abcd"]
-    assert bed.node("abcd").slots[FULL_DEVICE] == [4, 5]
+    assert bed.node("abcd").slots_at(FULL_DEVICE) == [4, 5]
     bed.check([lease])
     lease.close()
 
@@ -43,7 +43,7 @@ def test_a_divergence_splits_and_takes_the_rest(bed):
     result = bed.insert(lease, "abxy")
 
     assert result.duplicates == [4, 5]
-    assert bed.node("abxy").slots[FULL_DEVICE] == [6, 7]
+    assert bed.node("abxy").slots_at(FULL_DEVICE) == [6, 7]
     assert bed.words(FULL_DEVICE) == {"ab", "abcd", "abxy"}
     lease.close()
     bed.check()
@@ -94,7 +94,7 @@ def test_a_state_that_is_there_is_not_taken_again(hybrid):
         hybrid.insert(lease, "ab", states=[1])
 
     assert hybrid.took == {1: False}
-    assert hybrid.node("ab").slots[STATE_DEVICE] == [0]
+    assert hybrid.node("ab").slots_at(STATE_DEVICE) == [0]
 
 
 def test_the_empty_prefix_has_no_state(hybrid):
@@ -210,8 +210,8 @@ def test_a_split_keeps_every_page_with_its_slot(bed):
     bed.add_saved("abcdef")
     bed.add("abxy")
 
-    assert bed.node("ab").slots == [[0, 1], [0, 1]]
-    assert bed.node("abcdef").slots == [[2, 3, 4, 5], [2, 3, 4, 5]]
+    assert bed.node("ab").slots == 2 * [array("I", [0, 1])]
+    assert bed.node("abcdef").slots == 2 * [array("I", [2, 3, 4, 5])]
     assert (bed.node("ab").end, bed.node("abcdef").end) == (2, 6)
     bed.check()
 
@@ -225,7 +225,7 @@ def test_what_belongs_to_the_end_of_a_node_stays_there(hybrid):
 
     upper, lower = hybrid.node("ab"), hybrid.node("abcd")
     assert [upper.slots[STATE_DEVICE], upper.slots[STATE_HOST]] == [None, None]
-    assert [lower.slots[STATE_DEVICE], lower.slots[STATE_HOST]] == [[0], [0]]
+    assert [lower.slots_at(STATE_DEVICE), lower.slots_at(STATE_HOST)] == [[0], [0]]
     assert (upper.locks, lower.locks) == ([0, 0, 0, 0], [2, 0, 1, 0])
     assert (upper.stored, lower.stored) == (0b01, 0b11)
     hybrid.check([lease])
@@ -304,6 +304,6 @@ def test_host_pages_are_split_like_device_pages(bed):
     bed.add_host("abcd")
     bed.add_host("abx")
 
-    assert bed.node("ab").slots[FULL_HOST] == [0, 1]
-    assert bed.node("abcd").slots[FULL_HOST] == [2, 3]
+    assert bed.node("ab").slots_at(FULL_HOST) == [0, 1]
+    assert bed.node("abcd").slots_at(FULL_HOST) == [2, 3]
     bed.check()

@@ -438,7 +438,7 @@ class Twins:
             owned = [page.slots[at] for page in model.pages.values() if at in page.slots]
             owned += [slot for copy in model.copies for slot in copy.orphans.get(at, ())]
             assert pool.problems() == []
-            assert sorted(owned) == sorted(pool.held_slots())
+            assert pool.audit(owned) == []
         assert all(root.children or any(root.locks) for root in tree.roots.values())
 
     def check_leases(self, behind: Locks | None = None) -> None:

@@ -313,7 +313,7 @@ class BackupPlanner:
             keys += digests
             slots += held
         node.stored |= 1 << component_id
-        work.marks.append(StoredSpan(node, component_id, len(node.slots_at(place))))
+        work.marks.append(StoredSpan(node, component_id, node.count_slots(place)))
         work.locks += [(node, place)] if component_id == FULL else [(node, place), (node, FULL_HOST)]
 
     def storing(self) -> set[Node]:

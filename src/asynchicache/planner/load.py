@@ -299,4 +299,7 @@ def by_place(wanted: Iterable[CopyRequest]) -> dict[SlotPlace, int]:
 
 def _path_slots(node: Node) -> list[int]:
     """Device slots of every page on the path to `node`, in order."""
-    return [slot for part in reversed([*node.path()]) for slot in part.slots_at(FULL_DEVICE)]
+    slots: list[int] = []
+    for part in reversed([*node.path()]):
+        slots += part.slots_at(FULL_DEVICE)
+    return slots

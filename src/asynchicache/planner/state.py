@@ -565,26 +565,24 @@ class CacheState:
         found = problems(self.tree, leases, tier_copies)
         for place, free in zip(self.tree.places, self.free, strict=True):
             found += free.problems()
-            owned = self._owned(place)
-            if len(set(owned)) != len(owned):
-                found.append(f"{free.name}: a slot has two owners")
-            if set(owned) != free.held_slots():
-                found.append(f"{free.name}: {sorted(set(owned) ^ free.held_slots())} leaked or stolen")
+            found += free.audit(self._owned(place))
         return found
 
-    def _owned(self, place: SlotPlace) -> list[int]:
-        owned = [slot for node in self.tree.nodes() for slot in node.slots_at(place)]
-        owned += [slot for tier_copy in self.tier_copies for slot in tier_copy.orphans(place)]
+    def _owned(self, place: SlotPlace) -> Iterator[int]:
+        for node in self.tree.nodes():
+            yield from node.slots[place] or ()
+        for tier_copy in self.tier_copies:
+            yield from tier_copy.orphans(place)
         if place == FULL_DEVICE:
-            owned += [slot for request in self.requests for slot in request.own_pages()]
+            for request in self.requests:
+                yield from request.own_pages()
         elif tier_of(place) is Tier.DEVICE:
             component_id = component_of(place)
             for request in self.requests:
-                owned += [
-                    held[component_id] for held in (request.states, request.snapshots) if component_id in held
-                ]
+                for held in (request.states, request.snapshots):
+                    if component_id in held:
+                        yield held[component_id]
                 if component_id in request.windows:
-                    owned += request.windows[component_id].own
+                    yield from request.windows[component_id].own
         for slots in self.private:
-            owned += slots().get(place, [])
-        return owned
+            yield from slots().get(place, [])

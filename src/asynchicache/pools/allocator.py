@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from asynchicache.errors import CapacityError, InternalError
 from asynchicache.pools.budget import ByteBudget
 
 FREE, HELD, QUARANTINED = 0, 1, 2
 """What a slot is."""
+
+_ONLY_HELD = bytes(state == HELD for state in range(256))
 
 
 class SlotAllocator:
@@ -26,6 +28,7 @@ class SlotAllocator:
     __slots__ = (
         "_condemned",
         "_free",
+        "_fresh",
         "_opened",
         "_readmitted",
         "_state",
@@ -51,7 +54,8 @@ class SlotAllocator:
         self.slot_bytes = slot_bytes
         self.on_release: Callable[[Sequence[int]], object] | None = None
         self.quarantined = 0
-        self._free = list(range(capacity - 1, -1, -1))  # popped from the end: 0, 1, 2, ...
+        self._free: list[int] = []  # slots that were given back, the next one last
+        self._fresh = 0  # it and all behind it were never held: in a list, each would take 40 bytes
         self._state = bytearray(capacity)
         self._opened = capacity
         self._condemned: set[int] = set()  # held slots to quarantine on release
@@ -64,12 +68,16 @@ class SlotAllocator:
     @property
     def available(self) -> int:
         if self.memory is None:
-            return len(self._free)
-        return min(len(self._free), self.memory.left // self.slot_bytes)
+            return self._unheld
+        return min(self._unheld, self.memory.left // self.slot_bytes)
+
+    @property
+    def _unheld(self) -> int:
+        return len(self._free) + self._opened - self._fresh
 
     @property
     def held(self) -> int:
-        return self._opened - len(self._free) - self.quarantined
+        return self._fresh - len(self._free) - self.quarantined
 
     @property
     def closed(self) -> int:
@@ -85,10 +93,8 @@ class SlotAllocator:
         """
         if not 0 <= count <= len(self._state) or any(self._state[count:]):
             raise InternalError(f"{self.name}: {count} slots cannot be all that is open")
-        if count < self._opened:
-            self._free = [slot for slot in self._free if slot < count]
-        else:
-            self._free[:0] = range(count - 1, self._opened - 1, -1)  # allocated after all others, ascending
+        self._free = [slot for slot in self._free if slot < count]
+        self._fresh = min(self._fresh, count)
         self._opened = count
 
     def allocate(self, count: int) -> list[int]:
@@ -116,6 +122,10 @@ class SlotAllocator:
         slots = self._free[-count:]
         del self._free[-count:]
         slots.reverse()
+        if len(slots) < count:
+            end = self._fresh + count - len(slots)
+            slots += range(self._fresh, end)
+            self._fresh = end
         return slots
 
     def _freed(self, slots: Sequence[int]) -> None:
@@ -192,20 +202,32 @@ class SlotAllocator:
     def _not_held(self, slot: int, verb: str) -> InternalError:
         return InternalError(f"{self.name}: slot {slot} {verb} while it is not held")
 
-    def held_slots(self) -> set[int]:
-        """All held slots; for `verify`. Linear in the capacity."""
-        return {slot for slot, state in enumerate(self._state) if state == HELD}
-
     def is_free(self, slot: int) -> bool:
         """Whether the slot is free; slots whose memory is not ready count as free."""
         return self._state[slot] == FREE
+
+    def audit(self, owned: Iterable[int]) -> list[str]:
+        """Compare held slots with those that somebody owns; describe what differs. Linear in the capacity."""
+        owners = bytearray(self.capacity)
+        found = []
+        for slot in owned:
+            if slot >= len(owners):
+                found.append(f"{self.name}: slot {slot} is owned, there are {len(owners)}")
+            elif owners[slot]:
+                found.append(f"{self.name}: slot {slot} has two owners")
+            else:
+                owners[slot] = HELD
+        if owners != self._state.translate(_ONLY_HELD):
+            wrong = [slot for slot, state in enumerate(self._state) if (state == HELD) != owners[slot]]
+            found.append(f"{self.name}: {wrong} leaked or stolen")
+        return found
 
     def problems(self) -> list[str]:
         """Describe broken invariants; empty if there are none."""
         found = []
         if len(set(self._free)) != len(self._free):
             found.append(f"{self.name}: a slot is free twice")
-        free = len(self._free) + self.closed  # not `available`: it may be less in a shared memory
+        free = self._unheld + self.closed  # not `available`: it may be less in a shared memory
         for state, count in ((FREE, free), (QUARANTINED, self.quarantined)):
             if self._state.count(state) != count:
                 found.append(f"{self.name}: {count} slots counted in state {state}, not so marked")

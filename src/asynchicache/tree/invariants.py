@@ -65,12 +65,13 @@ def _node(tree: UnifiedRadixTree, node: Node) -> Iterator[str]:
 
 
 def _residency(tree: UnifiedRadixTree, node: Node, parent: Node) -> Iterator[str]:
-    for place, slots in enumerate(node.slots):
+    for place, slots in zip(tree.places, node.slots, strict=True):
         wanted = node.pages if place in tree.page_places else 1
         if (slots is None) != (node.residency[place] == ABSENT) or (
             slots is not None and len(slots) != wanted
         ):
-            yield f"{node!r} has {slots} at place {place}, residency {node.residency[place]}"
+            numbers = slots and slots.tolist()
+            yield f"{node!r} has {numbers} at place {place}, residency {node.residency[place]}"
         if node.locks[place] < 0:
             yield f"{node!r} has {node.locks[place]} locks at place {place}"
     if node.residency[FULL_DEVICE] == ABSENT and node.residency[FULL_HOST] == ABSENT:
@@ -115,10 +116,14 @@ def _digests(tree: UnifiedRadixTree, node: Node, parent: Node) -> Iterator[str]:
 
 def _slots_disjoint(tree: UnifiedRadixTree) -> Iterator[str]:
     for place in tree.places:
-        counts = Counter(slot for node in tree.nodes() for slot in node.slots_at(place))
-        for slot, owners in counts.items():
-            if owners > 1:
-                yield f"slot {slot} at place {place} belongs to {owners} nodes"
+        last = max((max(slots) for node in tree.nodes() if (slots := node.slots[place])), default=0)
+        found, again = bytearray(last + 1), Counter[int]()
+        for slot in (slot for node in tree.nodes() for slot in node.slots[place] or ()):
+            if found[slot]:
+                again[slot] += 1
+            found[slot] = 1
+        for slot, owners in again.items():
+            yield f"slot {slot} at place {place} belongs to {owners + 1} nodes"
 
 
 def _candidates(tree: UnifiedRadixTree) -> Iterator[str]:

@@ -287,7 +287,7 @@ class EvictionQueue:
             return False
         if node.superseded >> component_id & 1 or not node.worth[component_id]:
             return False
-        return self.shelf.take(node, keep, len(node.slots_at(self._place)))
+        return self.shelf.take(node, keep, node.count_slots(self._place))
 
     def _take_back(self, now: float) -> None:
         """Make those whose time on the shelf is over candidates like any other."""

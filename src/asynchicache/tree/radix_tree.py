@@ -388,7 +388,8 @@ class UnifiedRadixTree:
 
         Does what `split` and `remove` of the second half would, without creating that half.
         """
-        slots = node.slots_at(place)
+        slots = node.slots[place]
+        assert slots is not None, "what is cut off has slots"
         if self.watcher is not None:
             self.watcher.on_evict(node, place, pages)
         for observer in self.observers:
@@ -396,14 +397,15 @@ class UnifiedRadixTree:
         node.pages -= pages
         node.end -= pages
         node.key = node.key[: node.pages * self.page_bytes]
-        node.slots[place] = slots[: node.pages]
+        cut = slots[node.pages :].tolist()
+        del slots[node.pages :]
         node.stored &= self._inherited
         if node.digests is not None:
             node.digests = node.digests[: node.pages]
         self.version += 1
         if place in self._holders:
-            self._let_go(place, slots[node.pages :])
-        return slots[node.pages :]
+            self._let_go(place, cut)
+        return cut
 
     def remove(self, node: Node) -> None:
         """Remove a node without slots or children."""
@@ -432,9 +434,9 @@ class UnifiedRadixTree:
 
     # --- slots ---
 
-    def fill_slots(self, node: Node, place: SlotPlace, slots: list[int], residency: int) -> None:
+    def fill_slots(self, node: Node, place: SlotPlace, slots: Sequence[int], residency: int) -> None:
         """Fill an empty place of a node with slots."""
-        node.slots[place] = slots
+        node.slots[place] = array("I", slots)
         node.residency[place] = residency
         if place in self._holders:
             self._hold(node, place, slots)
@@ -508,7 +510,7 @@ class UnifiedRadixTree:
         """The bytes of some slots of a node are in others now, by `moves`. No match sees a difference."""
         slots = node.slots_at(place)
         self._let_go(place, slots)
-        node.slots[place] = [moves.get(slot, slot) for slot in slots]  # a new list: others may have the old
+        node.slots[place] = array("I", [moves.get(slot, slot) for slot in slots])
         self._hold(node, place, node.slots_at(place))
 
     @property
@@ -1022,7 +1024,7 @@ class UnifiedRadixTree:
                 child = child if common == child.pages else self.split(child, common)
             offered = slots[done : done + child.pages]
             if child.residency[place] == ABSENT:
-                self.fill_slots(child, place, list(offered), RESIDENT)
+                self.fill_slots(child, place, offered, RESIDENT)
                 result.accepted += len(offered)
                 result.filled.append(child)
             else:
@@ -1064,7 +1066,7 @@ class UnifiedRadixTree:
             else:
                 if len(offered) < part.pages:
                     self.split(part, part.pages - len(offered))
-                self.fill_slots(part, place, list(offered), RESIDENT)
+                self.fill_slots(part, place, offered, RESIDENT)
         return refused
 
     def supersede(self, node: Node, component_id: int) -> None:

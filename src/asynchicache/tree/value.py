@@ -61,7 +61,7 @@ class PrefixValue:
     def _others_bytes(self, node: Node, tier: Tier) -> float:
         """Bytes of a node's states and windows in a tier."""
         return sum(
-            len(node.slots_at(place_of(component.id, tier))) * self.costs[component.id]
+            node.count_slots(place_of(component.id, tier)) * self.costs[component.id]
             for component in self._components
         )
 

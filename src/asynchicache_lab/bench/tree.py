@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median
 from time import thread_time_ns
 from typing import TypedDict
@@ -221,7 +222,7 @@ def _path_slots(node: Node) -> list[int]:
     while node.parent is not None:
         path.append(node.slots_at(FULL_DEVICE))
         node = node.parent
-    return [slot for slots in reversed(path) for slot in slots]
+    return [*chain.from_iterable(reversed(path))]
 
 
 class _Stopwatch:

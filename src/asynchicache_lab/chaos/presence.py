@@ -144,12 +144,12 @@ def _paged(tree: UnifiedRadixTree, component_id: int) -> bool:
 def reclaimable(tree: UnifiedRadixTree, place: SlotPlace) -> int:
     """Number of slots of a place that repeated eviction could free."""
     if place not in (FULL_DEVICE, FULL_HOST):
-        return sum(len(node.slots_at(place)) for node in tree.nodes() if _is_free(node, place))
+        return sum(node.count_slots(place) for node in tree.nodes() if _is_free(node, place))
     going: set[int] = set()
     for node in reversed(list(tree.nodes())):  # children first
         if _is_free(node, place) and _stands_alone(node, place, going):
             going.add(id(node))
-    return sum(len(node.slots_at(place)) for node in tree.nodes() if id(node) in going)
+    return sum(node.count_slots(place) for node in tree.nodes() if id(node) in going)
 
 
 def _is_free(node: Node, place: SlotPlace) -> bool:
