@@ -97,9 +97,9 @@ soak: $(TEST)  ## the long tests, with fresh random seeds
 
 # No setup: a GPU machine has its own torch and triton, unless `make dev` ran there. requirements-gpu.txt is all else.
 gpu: GPU_PYTHON = $(firstword $(wildcard $(BIN)/python) $(PYTHON))
-gpu:  ## tests and benches on an NVIDIA GPU, and a report; says so where there is none
+gpu:  ## an NVIDIA GPU tested and measured, and a report; ARGS="--part one" (two, three), or --dry on a CPU
 	PYTHONPATH=src:$${PYTHONPATH} $(GPU_PYTHON) scripts/gpu_needs.py
-	PYTHONPATH=src:$${PYTHONPATH} $(GPU_PYTHON) scripts/gpu_report.py $(ARGS)
+	PYTHONPATH=src:$${PYTHONPATH} $(GPU_PYTHON) -m asynchicache_lab.gpu $(ARGS)
 
 # Wheels and what they import, 4 GB in all, go to .conformance once. Like `make setup` it takes PIP_EXTRA_INDEX_URL.
 conformance:  ## our adapters inside vLLM's and SGLang's own classes, on a CPU; ARGS="vllm" picks one

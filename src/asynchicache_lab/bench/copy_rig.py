@@ -87,6 +87,7 @@ async def open_rig(
     path: CopyPath | None = None,
     group_bytes: int = GROUP_BYTES,
     cores: Mapping[str, int] = MappingProxyType({}),
+    port: AsyncioPort | None = None,
 ) -> AsyncIterator[CopyRig]:
     """Open transfers over one pool, with pinned host memory.
 
@@ -99,6 +100,7 @@ async def open_rig(
         path: the copy path; None chooses it by measurement.
         group_bytes: minimum bytes of layers copied together. Default: that of `LocalTransfers`.
         cores: for a CPU, the core of each stream; see `OwnCores`.
+        port: clock and threads, which the rig closes. Default: the ordinary ones.
 
     Raises:
         ConfigError: the device's name is invalid.
@@ -106,7 +108,7 @@ async def open_rig(
         CapacityError: there is not enough memory.
     """
     async with AsyncExitStack() as stack:
-        port = AsyncioPort(threads=2)
+        port = port or AsyncioPort(threads=2)
         stack.push_async_callback(port.aclose)
         opened = (
             EmulatedDevice(OwnCores(cores)) if device == "cpu" else open_device(CacheConfig(device=device))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 
 from asynchicache.cuda_driver import CudaDriver
 from asynchicache.kernels.batch import RunBatch, memmove_batch
-from asynchicache.pools.slabs import Slab
+from asynchicache.pools.slabs import Pinner, Slab
 from asynchicache.transfer.plan import Direction
 from asynchicache_lab.bench.copy_rig import CopyRig
 
@@ -31,14 +33,19 @@ class PlainMemory:
     destination: torch.Tensor
 
     @classmethod
-    def beside(cls, rig: CopyRig, direction: Direction) -> PlainMemory:
-        nbytes = rig.memory.device.slots * rig.memory.device.spec.slot_bytes(rig.memory.device.page_size)
-        if rig.memory.device.device.type == "cpu":
-            host, device = (Slab(nbytes).tensor.fill_(1) for _ in range(2))
-        else:
-            host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=rig.memory.host.pinned)
-            device = torch.ones(nbytes, dtype=torch.uint8, device=rig.memory.device.device)
-        return cls(host, device) if direction is Direction.LOAD else cls(device, host)
+    @contextmanager
+    def beside(cls, rig: CopyRig, direction: Direction) -> Iterator[Self]:
+        """For the duration of the block. Host memory is pinned as the pool's is: a GPU may reach what the
+        driver allocates by larger pages, and faster."""
+        there = rig.memory.device
+        nbytes = there.slots * there.spec.slot_bytes(there.page_size)
+        with closing(Slab(nbytes)) as slab:
+            if rig.memory.host.pinned and (pinner := Pinner.of(rig.device.name)):
+                slab.pin(pinner, 0, nbytes)
+            host, on_cpu = slab.tensor.fill_(1), there.device.type == "cpu"
+            device = Slab(nbytes).tensor if on_cpu else torch.empty_like(host, device=there.device)
+            device.fill_(1)
+            yield cls(host, device) if direction is Direction.LOAD else cls(device, host)
 
     @property
     def nbytes(self) -> int:

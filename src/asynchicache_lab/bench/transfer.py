@@ -210,16 +210,16 @@ def _shuffled(direction: Direction, pool: str, slots: int, seed: int) -> CacheOp
 
 
 async def _row(rig: CopyRig, case: _Case, operation: CacheOperation, options: TransferOptions) -> TransferRow:
-    plain = PlainMemory.beside(rig, operation.direction)
-    measures = [
-        (plain.nbytes, partial(rig.seconds, operation)),
-        (plain.nbytes, partial(rig.seconds_on_stream, plain.copy)),
-    ]
-    if case.singly:
-        runs, copy = plain.singles(case.run_bytes, options.seed), single_copier(rig.memory.device.device)
-        measures.append((runs.nbytes, partial(rig.seconds_on_stream, partial(copy, runs))))
     before = rig.transfers.statistics().paths[case.pool.name]
-    mine, limit, *singles = await _measured(measures, options.rounds)
+    with PlainMemory.beside(rig, operation.direction) as plain:
+        measures = [
+            (plain.nbytes, partial(rig.seconds, operation)),
+            (plain.nbytes, partial(rig.seconds_on_stream, plain.copy)),
+        ]
+        if case.singly:
+            runs, copy = plain.singles(case.run_bytes, options.seed), single_copier(rig.memory.device.device)
+            measures.append((runs.nbytes, partial(rig.seconds_on_stream, partial(copy, runs))))
+        mine, limit, *singles = await _measured(measures, options.rounds)
     after = rig.transfers.statistics().paths[case.pool.name]
     return TransferRow(
         operation.direction.value,

@@ -16,8 +16,6 @@ from asynchicache.integrations.serve.tokenizers import ByteTokenizer
 from asynchicache.integrations.transformers.demo_model import VOCABULARY
 from asynchicache_lab.bench.serve.options import ServeBenchOptions
 
-_TOKENS = ByteTokenizer(VOCABULARY)
-
 
 @dataclass(frozen=True, slots=True)
 class ServeTurn:
@@ -44,11 +42,13 @@ class Client:
     Args:
         http: an HTTP client with the server's address.
         output_length: tokens of an answer.
+        vocabulary: token ids of the model.
     """
 
-    def __init__(self, http: httpx.AsyncClient, output_length: int) -> None:
+    def __init__(self, http: httpx.AsyncClient, output_length: int, vocabulary: int = VOCABULARY) -> None:
         self._http = http
         self._output_length = output_length
+        self._tokens = ByteTokenizer(vocabulary)
 
     async def ask(self, prompt: list[int], salt: str) -> ServeTurn:
         """Run one turn.
@@ -81,7 +81,7 @@ class Client:
                 chunk = _chunk(line)
                 text += "".join(choice["text"] for choice in chunk.get("choices", ()))
                 usage = chunk.get("usage") or usage
-        tokens = _TOKENS.encode(text)
+        tokens = self._tokens.encode(text)
         if not ended or usage is None or len(tokens) != self._output_length:
             raise ServerError(f"an answer of {len(tokens)} tokens, {self._output_length} were asked for")
         return ServeTurn(tokens, usage["prompt_tokens_details"]["cached_tokens"], (first - sent) * 1e3)

@@ -41,6 +41,10 @@ class ServerProcess:
     def running(self) -> bool:
         return self._process.returncode is None
 
+    def kill(self) -> None:
+        """End it at once, as the system does where memory is short."""
+        self._process.kill()
+
     def unhandled(self) -> list[str]:
         """Log lines about unhandled errors."""
         lines = self._log.read_text("utf-8", errors="replace").splitlines()
@@ -58,7 +62,7 @@ async def server_process(log: Path, flags: Sequence[str]) -> AsyncIterator[Serve
     Raises:
         ConfigError: the server does not start; quotes its log.
     """
-    words = ["-I", "-m", "asynchicache.cli.main", "serve", "--port", "0", "--threads", "1", *flags]
+    words = ["-P", "-m", "asynchicache.cli.main", "serve", "--port", "0", "--threads", "1", *flags]
     with log.open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
             sys.executable, *words, stdin=DEVNULL, stdout=PIPE, stderr=errors

@@ -1,8 +1,8 @@
-"""What the benches of `make gpu` are held against."""
+"""What the figures of `make gpu` are held against."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
 POOLS = ("mha", "dsa", "mamba", "mla", "swa")
@@ -14,9 +14,13 @@ SMALL_POOLS = ("mha", "dsa")
 Benches: TypeAlias = dict[str, dict[str, Any]]
 """By name, what a bench reported, and whether it came to its end (`whole`)."""
 
+Rows: TypeAlias = Mapping[str, Sequence[dict[str, Any]]]
+"""By step, what it printed; of a bench the last is the report."""
+
 _LARGE = 64 << 10
 _WANTED_SHARE, _WANTED_GAIN = 0.9, 3.0
 _WANTED_OVERLAP, _WANTED_OF_SERIAL, _WANTED_HOST_US = 1.10, 1.0, 20.0
+_HIT, _WANTED_OF_COMPUTED = 8192, 0.1
 
 
 class Goal(TypedDict):
@@ -37,7 +41,27 @@ class Goal(TypedDict):
     note: str
 
 
-def goals(benches: Benches) -> Iterator[Goal]:
+def goals(rows: Rows) -> Iterator[Goal]:
+    """What the figures are held against.
+
+    Args:
+        rows: of steps.
+    """
+    yield from bench_goals({name: some[-1] for name, some in rows.items() if some})
+    times = {row["what"]: float(row["ttft_ms"]) for row in rows.get("models", ()) if _is_hit(row)}
+    name = f"first token of {_HIT:,} tokens from the host, of computing them"
+    shown = {"computed", "host"} <= times.keys()
+    ratio = [(times["host"] / times["computed"], {"pinned": True})] if shown else []
+    yield _goal(name, ratio, _WANTED_OF_COMPUTED, "", least=False)
+
+
+def _is_hit(row: dict[str, Any]) -> bool:
+    """Whether it is a row of the dense model, of the length that counts, and from where it says."""
+    of_host = row.get("what") != "host" or "host" in row["tiers"]
+    return row["model"] == "dense" and row.get("length") == _HIT and "ttft_ms" in row and of_host
+
+
+def bench_goals(benches: Benches) -> Iterator[Goal]:
     """What the benches are held against: the worst of all rows.
 
     Without pinned memory nothing is shown, as what copies are held against is slow, too; and where rows are
