@@ -269,6 +269,23 @@ def test_a_pool_starts_with_its_first_step_and_grows() -> None:
     assert not runtime.pinned
 
 
+def test_a_pool_opens_with_more_than_a_step_and_grows_by_small_ones() -> None:
+    """A call for all that is pinned at once would stop an engine that shares the process as long."""
+    runtime = PlayedRuntime()
+    pin = Pinner(runtime, step_bytes=SLOT_BYTES, first_bytes=3 * SLOT_BYTES)
+    pool = HostPool(KV, 4, 5, pin=pin)
+
+    assert (pool.ready, pool.growing, pool.step_bytes) == (3, True, SLOT_BYTES)
+    assert [pool.grow(), pool.grow(), pool.growing] == [4, 5, False]
+    assert list(runtime.pinned.values()) == [SLOT_BYTES] * 5
+    pool.close()
+
+    all_at_once = HostPool(KV, 4, 2, pin=pin)
+    assert (all_at_once.ready, all_at_once.growing) == (2, False)
+    all_at_once.close()
+    assert 64 << 20 <= slabs.STEP_BYTES <= 256 << 20
+
+
 def test_layers_that_come_first_are_pinned_at_once() -> None:
     runtime = PlayedRuntime()
     pool = _pool(runtime, layout=HostLayout.LAYER_FIRST)
@@ -282,7 +299,10 @@ def test_layers_that_come_first_are_pinned_at_once() -> None:
 def test_a_pool_that_cannot_be_pinned_warns_of_the_slower_path_and_serves(layout: HostLayout) -> None:
     runtime = PlayedRuntime(refuse=1 if layout is HostLayout.LAYER_FIRST else 0)
 
-    with pytest.warns(PinningWarning, match=r"pool 'kv' is not pinned .*error 2.*: copies take path 'plain'"):
+    words = (
+        r"pool 'kv' is not pinned .*error 2: \d+ bytes are available.* ulimit -l is .*, or lower host_bytes"
+    )
+    with pytest.warns(PinningWarning, match=rf"{words}\): copies take path 'plain'"):
         pool = _pool(runtime, layout=layout)
 
     assert (pool.ready, pool.pinned, pool.growing) == (5, False, False)

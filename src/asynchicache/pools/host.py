@@ -57,6 +57,8 @@ class SteppedMemory:
             # Two registrations must not share a page of the system, which may be larger than ours.
             self._steps = pinner.steps(slab.nbytes, lcm(unit_bytes, mmap.PAGESIZE))
             self.ready = self.step_bytes = self._pin_next(pinner)
+            while self.growing and self.ready < pinner.first_bytes:
+                self.ready += self._pin_next(pinner)
         except RuntimeError as error:  # a DeviceError, one of torch, or no thread available
             slab.unpin()
             self._pinner = None

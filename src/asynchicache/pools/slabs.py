@@ -6,6 +6,7 @@ import ctypes
 import errno
 import logging
 import mmap
+import resource
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +19,15 @@ import torch
 from asynchicache.cuda_driver import relaxed_capture_mode
 from asynchicache.errors import CapacityError, ClosedError, ConfigError, DeviceError
 from asynchicache.layouts import ALIGNMENT
+from asynchicache.pools.memory import process_memory
 from asynchicache.pools.numa import device_node, prefer_node
 
-STEP_BYTES = 1 << 30
-"""Bytes pinned per call. One call for hundreds of GiB holds the driver's lock for minutes, and fails above
-512 GiB (https://github.com/vllm-project/vllm/pull/51080)."""
+STEP_BYTES = 128 << 20
+"""Bytes pinned per call. The driver launches nothing meanwhile, whoever asks it to: while a model runs, calls
+are to be short (https://github.com/vllm-project/vllm/issues/42632)."""
+
+FIRST_BYTES = 1 << 30
+"""Bytes pinned before a pool is opened; the rest follows while it serves."""
 
 TOUCH_THREADS = 4
 """Threads that touch fresh memory: 16 GB take 8 s with one thread, 1.6 s with four
@@ -30,6 +35,7 @@ TOUCH_THREADS = 4
 
 _REGISTER_FLAGS = 1 | 2  # cudaHostRegisterPortable, for every context; cudaHostRegisterMapped, for kernels
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, from Linux 5.14 on
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _UNKNOWN_ADVICE = {errno.EINVAL, errno.ENOSYS}
 
 logger = logging.getLogger(__name__)
@@ -170,7 +176,8 @@ class HostRegistration:
             if code != 0:
                 _advise_forks(address, nbytes, mmap.MADV_DOFORK)
                 _forget_cuda_error()
-                raise DeviceError(f"cudaHostRegister of {nbytes} bytes returned error {code}")
+                why = f": {_limits()}" if code == _OUT_OF_MEMORY else ""
+                raise DeviceError(f"cudaHostRegister of {nbytes} bytes returned error {code}{why}")
         self._runs.append((address, nbytes))
 
     def close(self) -> None:
@@ -184,6 +191,17 @@ class HostRegistration:
                     continue
                 _forget_cuda_error()
                 logger.warning("cudaHostUnregister of %#x returned error %d", address, code)
+
+
+def _limits() -> str:
+    """What may keep this process from pinning, in words."""
+    locked, budget = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], process_memory()
+    may_lock = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked} bytes"
+    group = "" if budget.limit is None else f" (its control group's limit is {budget.limit})"
+    return (
+        f"{budget.available} bytes are available{group}, and ulimit -l is {may_lock}; raise what is too "
+        "small, or lower host_bytes"
+    )
 
 
 def _forget_cuda_error() -> None:
@@ -200,6 +218,7 @@ class Pinner:
         runtime: `torch.cuda.cudart()`.
         index: the GPU; -1 is the thread's current one.
         step_bytes: the most bytes per call, unless one unit of copying is larger.
+        first_bytes: pinned at once, where memory grows.
     """
 
     def __init__(
@@ -209,6 +228,7 @@ class Pinner:
         index: int = -1,
         node: int | None = None,
         step_bytes: int = STEP_BYTES,
+        first_bytes: int = 0,
         threads: int = TOUCH_THREADS,
     ) -> None:
         """
@@ -217,11 +237,13 @@ class Pinner:
             index: as the attribute.
             node: the NUMA node for the memory; None lets the system decide.
             step_bytes: as the attribute.
+            first_bytes: as the attribute. Default: one step.
             threads: the number of threads that touch memory.
         """
         self.runtime = runtime
         self.index = index
         self.step_bytes = step_bytes
+        self.first_bytes = first_bytes
         self._node = node
         self._threads = threads
 
@@ -236,7 +258,8 @@ class Pinner:
         if not device.startswith("cuda") or not torch.cuda.is_available():
             return None
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        return cls(runtime, index=index, node=device_node(pci_address(index)))
+        node = device_node(pci_address(index))
+        return cls(runtime, index=index, node=node, first_bytes=FIRST_BYTES)
 
     def touch(self, memory: torch.Tensor, *, fresh: bool = True) -> None:
         """Make the system allocate pages for memory, on the node, in several threads.
