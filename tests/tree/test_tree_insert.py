@@ -18,7 +18,7 @@ def test_new_pages_are_taken(bed):
         result = bed.insert(lease, "abc")
 
     assert (result.accepted, result.duplicates, result.filled) == (3, [], [result.node])
-    assert bed.node("abc").slots == [array("I", [0, 1, 2]), None]
+    assert bed.node("abc").slots == [[0, 1, 2], None]
     bed.check()
 
 
@@ -210,8 +210,8 @@ def test_a_split_keeps_every_page_with_its_slot(bed):
     bed.add_saved("abcdef")
     bed.add("abxy")
 
-    assert bed.node("ab").slots == 2 * [array("I", [0, 1])]
-    assert bed.node("abcdef").slots == 2 * [array("I", [2, 3, 4, 5])]
+    assert bed.node("ab").slots == [[0, 1], [0, 1]]
+    assert bed.node("abcdef").slots == [[2, 3, 4, 5], [2, 3, 4, 5]]
     assert (bed.node("ab").end, bed.node("abcdef").end) == (2, 6)
     bed.check()
 

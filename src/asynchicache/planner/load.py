@@ -301,5 +301,5 @@ def _path_slots(node: Node) -> list[int]:
     """Device slots of every page on the path to `node`, in order."""
     slots: list[int] = []
     for part in reversed([*node.path()]):
-        slots += part.slots_at(FULL_DEVICE)
+        slots += part.slots[FULL_DEVICE] or ()
     return slots

@@ -67,13 +67,10 @@ class SlotAllocator:
 
     @property
     def available(self) -> int:
+        unheld = len(self._free) + self._opened - self._fresh
         if self.memory is None:
-            return self._unheld
-        return min(self._unheld, self.memory.left // self.slot_bytes)
-
-    @property
-    def _unheld(self) -> int:
-        return len(self._free) + self._opened - self._fresh
+            return unheld
+        return min(unheld, self.memory.left // self.slot_bytes)
 
     @property
     def held(self) -> int:
@@ -227,7 +224,7 @@ class SlotAllocator:
         found = []
         if len(set(self._free)) != len(self._free):
             found.append(f"{self.name}: a slot is free twice")
-        free = self._unheld + self.closed  # not `available`: it may be less in a shared memory
+        free = len(self._free) + self.capacity - self._fresh  # `available` may be less in a shared memory
         for state, count in ((FREE, free), (QUARANTINED, self.quarantined)):
             if self._state.count(state) != count:
                 found.append(f"{self.name}: {count} slots counted in state {state}, not so marked")

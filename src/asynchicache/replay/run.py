@@ -7,8 +7,10 @@ Answers are cached as far as the trace says what they were.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from asynchicache.planner.checkpoints import CheckpointPolicy
@@ -101,6 +103,7 @@ def _planner(
         ),
         memory=memory,
     )
+    planner.state.tree.pack = partial(array, "I")  # a trace has millions of blocks
     return planner, sizes
 
 

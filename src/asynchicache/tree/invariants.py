@@ -70,8 +70,7 @@ def _residency(tree: UnifiedRadixTree, node: Node, parent: Node) -> Iterator[str
         if (slots is None) != (node.residency[place] == ABSENT) or (
             slots is not None and len(slots) != wanted
         ):
-            numbers = slots and slots.tolist()
-            yield f"{node!r} has {numbers} at place {place}, residency {node.residency[place]}"
+            yield f"{node!r} has {slots} at place {place}, residency {node.residency[place]}"
         if node.locks[place] < 0:
             yield f"{node!r} has {node.locks[place]} locks at place {place}"
     if node.residency[FULL_DEVICE] == ABSENT and node.residency[FULL_HOST] == ABSENT:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, TypeAlias
 
 from asynchicache.types import Residency, Tier
 
@@ -65,6 +65,10 @@ FULL_DEVICE = place_of(FULL, Tier.DEVICE)
 FULL_HOST = place_of(FULL, Tier.HOST)
 
 
+Slots: TypeAlias = "list[int] | array[int]"
+"""Slots of a node. A list is faster; an array takes 4 bytes for a slot, and a list 40."""
+
+
 class Keep(NamedTuple):
     """Until when a hint keeps what it marks, in the seconds of `UnifiedRadixTree.now`, and for whom."""
 
@@ -78,8 +82,7 @@ class Node:
     Attributes:
         key: token ids of its pages, int64 little-endian; `head` is the first page of it.
         pages, end: how many pages it has, and the page number behind its last.
-        slots, residency, locks: by `place`: slot numbers or None, where they stand, leases on them. As an
-            array, a slot takes 4 bytes and not 40.
+        slots, residency, locks: by `place`: slot numbers or None, where they stand, leases on them.
         worth: by component, what orders its eviction. A node is worth at least what its descendants are;
             that is made up for when they go, so that a use touches one node only.
         keep: the hint that keeps it longest, over or not; None if none does.
@@ -134,7 +137,7 @@ class Node:
         self.end: int = pages if parent is None else parent.end + pages
         self.children: dict[bytes, Node] = {}
         places = TIERS * components
-        self.slots: list[array[int] | None] = [None] * places
+        self.slots: list[Slots | None] = [None] * places
         self.residency: list[int] = [ABSENT] * places
         self.locks: list[int] = [0] * places
         self.worth: list[float] = [0] * components
@@ -174,7 +177,7 @@ class Node:
     def slots_at(self, place: SlotPlace) -> list[int]:
         """A list of the slots at a place; empty if it has none."""
         slots = self.slots[place]
-        return slots.tolist() if slots is not None else []
+        return list(slots) if slots is not None else []
 
     def count_slots(self, place: SlotPlace) -> int:
         """The number of slots at a place."""

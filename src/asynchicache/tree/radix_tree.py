@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -42,6 +42,7 @@ from asynchicache.tree.node import (
     Locks,
     Node,
     SlotPlace,
+    Slots,
     all_places,
     component_of,
     is_full,
@@ -178,6 +179,7 @@ class UnifiedRadixTree:
         ghosts: what was evicted lately.
         watcher: receives changes of slots; None costs nothing.
         observers: are told of all slots that leave, those of a flush too.
+        pack: makes of some slots what a node keeps.
         now: seconds of any clock that never goes back, as the caller last said; for what hints keep.
     """
 
@@ -237,6 +239,7 @@ class UnifiedRadixTree:
         self._holders: dict[SlotPlace, dict[int, Node]] = {}
         self.clock = 1
         self.uses = 1
+        self.pack: Callable[[Sequence[int]], Slots] = list
         self.now = 0.0
         self._serial = 0
 
@@ -397,7 +400,7 @@ class UnifiedRadixTree:
         node.pages -= pages
         node.end -= pages
         node.key = node.key[: node.pages * self.page_bytes]
-        cut = slots[node.pages :].tolist()
+        cut = list(slots[node.pages :])
         del slots[node.pages :]
         node.stored &= self._inherited
         if node.digests is not None:
@@ -436,7 +439,7 @@ class UnifiedRadixTree:
 
     def fill_slots(self, node: Node, place: SlotPlace, slots: Sequence[int], residency: int) -> None:
         """Fill an empty place of a node with slots."""
-        node.slots[place] = array("I", slots)
+        node.slots[place] = self.pack(slots)
         node.residency[place] = residency
         if place in self._holders:
             self._hold(node, place, slots)
@@ -510,7 +513,7 @@ class UnifiedRadixTree:
         """The bytes of some slots of a node are in others now, by `moves`. No match sees a difference."""
         slots = node.slots_at(place)
         self._let_go(place, slots)
-        node.slots[place] = array("I", [moves.get(slot, slot) for slot in slots])
+        node.slots[place] = self.pack([moves.get(slot, slot) for slot in slots])
         self._hold(node, place, node.slots_at(place))
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from statistics import median
 from time import thread_time_ns
 from typing import TypedDict
@@ -218,11 +217,10 @@ class _Server:
 
 
 def _path_slots(node: Node) -> list[int]:
-    path = []
-    while node.parent is not None:
-        path.append(node.slots_at(FULL_DEVICE))
-        node = node.parent
-    return [*chain.from_iterable(reversed(path))]
+    slots: list[int] = []
+    for part in reversed([*node.path()]):
+        slots += part.slots[FULL_DEVICE] or ()
+    return slots
 
 
 class _Stopwatch:
