@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import starmap
 from typing import NamedTuple, TypeAlias
 
@@ -17,8 +16,8 @@ from asynchicache.errors import UsageError
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 
-MAX_RUNS = 4096
-"""Runs of one batch. A driver takes about half a microsecond for each, and AMD's accepts at most 8,192."""
+MAX_RUNS = 1024
+"""Runs of one batch. A driver takes about half a microsecond for each, and copies none before it has all."""
 
 GIL_HELD_BYTES = 64 << 10
 """Shorter runs are copied with the GIL held: releasing and retaking it can take longer than the copy."""
@@ -36,6 +35,27 @@ near the size of the last-level cache, and pieces do no harm.
 """
 
 
+class RunTable:
+    """Runs of bytes to copy, in no order, as columns of one array.
+
+    Attributes:
+        destinations, sources: int64 `[runs]`, addresses.
+        sizes: int64 `[runs]`, bytes.
+        address: of the first destination.
+        step: bytes from there to the first source, and on to the first size.
+        keep: what the addresses point into.
+    """
+
+    __slots__ = ("address", "destinations", "keep", "sizes", "sources", "step")
+
+    def __init__(self, runs: int, keep: object) -> None:
+        columns = np.empty((3, runs), np.int64)
+        self.destinations, self.sources, self.sizes = columns
+        self.address: int = columns.ctypes.data
+        self.step = columns.itemsize * runs
+        self.keep = keep
+
+
 class Rows(NamedTuple):
     """Runs of a batch from `start` on: `number` of `size` bytes each, at equal distances."""
 
@@ -46,109 +66,103 @@ class Rows(NamedTuple):
     by_step: int
 
 
-@dataclass(slots=True, eq=False)
 class RunPattern:
-    """Properties of a batch's runs that do not depend on where it begins; computed once, shared by layers.
+    """The rows of a batch; they do not depend on where it begins, so that layers share them.
 
-    Computing them holds the GIL, for which a forward may be waiting.
+    Finding them holds the GIL, for which a forward may be waiting.
     """
 
-    nbytes: int | None = None
-    rows: Sequence[Rows] | None = None
+    __slots__ = ("rows",)
+
+    def __init__(self) -> None:
+        self.rows: Sequence[Rows] | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RunBatch:
-    """Runs of bytes to copy, in no order.
+class RunBatch(NamedTuple):
+    """Neighbouring runs of a table, to be copied together.
 
     Attributes:
-        sources, destinations: int64 `[runs]`, addresses.
-        sizes: int64 `[runs]`, bytes.
-        keep: the tensors that the addresses point into.
-        pattern: shared by batches that differ only in where they begin. Default: its own.
+        table: theirs.
+        start, stop: the first, and one past the last.
+        nbytes: in all, about.
+        pattern: shared by batches that differ only in where they begin.
     """
 
-    sources: Integers
-    destinations: Integers
-    sizes: Integers
-    keep: Sequence[torch.Tensor]
-    pattern: RunPattern = field(default_factory=RunPattern)
+    table: RunTable
+    start: int
+    stop: int
+    nbytes: int
+    pattern: RunPattern
 
     @classmethod
-    def join(cls, batches: Sequence[RunBatch]) -> RunBatch:
-        """Batches, one at least, as one."""
-        if len(batches) == 1:
-            return batches[0]
-        return cls(
-            np.concatenate([batch.sources for batch in batches]),
-            np.concatenate([batch.destinations for batch in batches]),
-            np.concatenate([batch.sizes for batch in batches]),
-            [tensor for batch in batches for tensor in batch.keep],
-        )
+    def of(cls, destinations: Integers, sources: Integers, sizes: Integers, keep: object = ()) -> RunBatch:
+        """A table of its own."""
+        table = RunTable(len(sizes), keep)
+        table.destinations[:], table.sources[:], table.sizes[:] = destinations, sources, sizes
+        return cls(table, 0, len(sizes), int(sizes.sum()), RunPattern())
 
     @property
-    def nbytes(self) -> int:
-        if self.pattern.nbytes is None:
-            self.pattern.nbytes = int(self.sizes.sum())
-        return self.pattern.nbytes
+    def destinations(self) -> Integers:
+        return self.table.destinations[self.start : self.stop]
+
+    @property
+    def sources(self) -> Integers:
+        return self.table.sources[self.start : self.stop]
+
+    @property
+    def sizes(self) -> Integers:
+        return self.table.sizes[self.start : self.stop]
 
     def cut(self, chunk_bytes: int) -> Iterator[RunBatch]:
         """The same runs in batches of at most `chunk_bytes`, as far as single runs allow, and `MAX_RUNS`."""
-        if self.nbytes <= chunk_bytes and len(self.sizes) <= MAX_RUNS:
+        if self.nbytes <= chunk_bytes and self.stop - self.start <= MAX_RUNS:
             yield self
             return
         ends = np.cumsum(self.sizes)
         start, before = 0, 0
         while start < len(ends):
             fitting = int(np.searchsorted(ends, before + chunk_bytes, side="right"))
-            stop = min(max(fitting, start + 1), start + MAX_RUNS)
-            part = slice(start, stop)
-            yield RunBatch(self.sources[part], self.destinations[part], self.sizes[part], self.keep)
-            start, before = stop, int(ends[stop - 1])
+            stop = min(max(fitting, start + 1), start + MAX_RUNS, len(ends))
+            nbytes = int(ends[stop - 1]) - before
+            yield RunBatch(self.table, self.start + start, self.start + stop, nbytes, RunPattern())
+            start, before = stop, before + nbytes
 
 
-BatchCopy: TypeAlias = Callable[[RunBatch], None]
-"""Copies a batch, in the order of the current stream."""
+BatchCopy: TypeAlias = Callable[[RunBatch, int], None]
+"""Copies a batch on a stream, by its handle."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerRuns:
-    """The contiguous runs of pages in one layer; other layers have the same at a fixed distance.
+class ItemRuns(NamedTuple):
+    """The runs of some pages' items of one tensor and layer, from where that layer begins.
 
     Attributes:
-        sources, destinations, sizes: as of a `RunBatch`, in layer 0.
-        source_stride, destination_stride: bytes from layer to layer.
-        keep: the tensors that the addresses point into.
-        pattern: of one layer, the same for each.
+        destinations, sources, sizes: as of a `RunTable`.
+        nbytes: in all.
     """
 
-    sources: Integers
     destinations: Integers
+    sources: Integers
     sizes: Integers
-    source_stride: int
-    destination_stride: int
-    keep: tuple[torch.Tensor, torch.Tensor]
-    pattern: RunPattern = field(default_factory=RunPattern)
-
-    def batch(self, start: int, stop: int) -> RunBatch:
-        """The runs of layers `start` to `stop - 1`."""
-        if stop == start + 1:
-            sources = self.sources + start * self.source_stride
-            destinations = self.destinations + start * self.destination_stride
-            return RunBatch(sources, destinations, self.sizes, self.keep, self.pattern)
-        layers = np.arange(start, stop, dtype=np.int64)[:, None]
-        return RunBatch(
-            (self.sources + layers * self.source_stride).ravel(),
-            (self.destinations + layers * self.destination_stride).ravel(),
-            np.tile(self.sizes, stop - start),
-            self.keep,
-        )
+    nbytes: int
 
 
-class RunGeometry:
-    """Where the items of one tensor lie on both sides of a copy; computed once, as it never changes."""
+class ItemShape(NamedTuple):
+    """How the items of a tensor lie on both sides of a copy; an item is `units` runs of `unit_bytes`.
 
-    def __init__(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+    Attributes:
+        source_slot, destination_slot: bytes from one slot to the next.
+        source_unit, destination_unit: bytes from one unit to the next.
+    """
+
+    source_slot: int
+    destination_slot: int
+    source_unit: int
+    destination_unit: int
+    units: int
+    unit_bytes: int
+
+    @classmethod
+    def of(cls, source: torch.Tensor, destination: torch.Tensor) -> ItemShape:
         """
         Args:
             source: `[layers, slots, units, words]`.
@@ -161,51 +175,45 @@ class RunGeometry:
         theirs = (destination.shape[0], *destination.shape[2:])
         if (source.dtype, layers, units, words) != (destination.dtype, *theirs):
             raise UsageError(f"{tuple(source.shape)} and {tuple(destination.shape)} are no views of one pool")
-        self._views = source, destination
-        self._follow = _slots_follow(source, destination)
-        self._units = units
-        self._unit_bytes = words * source.element_size()
-        self._source, self._destination = _Side.of(source), _Side.of(destination)
+        size = source.element_size()
+        steps = [view.stride(axis) * size for axis in (1, 2) for view in (source, destination)]
+        return cls(steps[0], steps[1], steps[2], steps[3], units, words * size)
 
-    def runs(self, runs: Integers) -> LayerRuns:
+    @property
+    def slots_follow(self) -> bool:
+        """Whether the items of neighbouring slots are one run of bytes."""
+        return self.units == 1 and self.source_slot == self.destination_slot == self.unit_bytes
+
+    def joined(self, layers: int) -> ItemShape:
+        """The same where neighbouring layers, whose items follow one another, are one item."""
+        return self._replace(unit_bytes=self.unit_bytes * layers)
+
+    def of_slots(self, sources: Integers, destinations: Integers) -> ItemRuns:
+        """A run for each unit of each slot.
+
+        Args:
+            sources, destinations: int64 `[slots]`.
         """
+        pages, units = len(sources), self.units
+        of, to = sources * self.source_slot, destinations * self.destination_slot
+        if units > 1:
+            unit = np.arange(units, dtype=np.int64)
+            of = (of[:, None] + unit * self.source_unit).ravel()
+            to = (to[:, None] + unit * self.destination_unit).ravel()
+        sizes = np.full(pages * units, self.unit_bytes, np.int64)
+        return ItemRuns(to, of, sizes, pages * units * self.unit_bytes)
+
+    def of_runs(self, runs: Integers) -> ItemRuns:
+        """A run for each run of slots, where `slots_follow`.
+
         Args:
             runs: int64 `[runs, 3]` of (first source slot, first destination slot, slots).
         """
-        if self._follow:
-            from_slots, to_slots, counts = runs.T
-            sizes = counts * self._unit_bytes
-        else:
-            from_slots, to_slots = expand_runs(runs)
-            sizes = np.full(len(from_slots) * self._units, self._unit_bytes, np.int64)
-        return LayerRuns(
-            self._source.addresses(from_slots, self._units),
-            self._destination.addresses(to_slots, self._units),
-            sizes,
-            self._source.layer,
-            self._destination.layer,
-            self._views,
+        sources, destinations, counts = runs.T
+        sizes = counts * self.unit_bytes
+        return ItemRuns(
+            destinations * self.destination_slot, sources * self.source_slot, sizes, int(sizes.sum())
         )
-
-
-class _Side(NamedTuple):
-    """One end of a copy: the first byte, and bytes from layer to layer, slot to slot, unit to unit."""
-
-    start: int
-    layer: int
-    slot: int
-    unit: int
-
-    @classmethod
-    def of(cls, view: torch.Tensor) -> _Side:
-        return cls(view.data_ptr(), *(stride * view.element_size() for stride in view.stride()[:3]))
-
-    def addresses(self, slots: Integers, units: int) -> Integers:
-        """Of every unit of `slots` in layer 0, `[slots * units]`."""
-        starts = slots * self.slot + self.start
-        if units == 1:
-            return starts
-        return (starts[:, None] + np.arange(units, dtype=np.int64) * self.unit).ravel()
 
 
 class PieceCount(NamedTuple):
@@ -227,29 +235,12 @@ class PieceCount(NamedTuple):
         """
         of_runs = of_slots = 0
         for source, destination in pairs:
-            layers, _, units, _ = source.shape
-            if _slots_follow(source, destination):
-                of_runs += layers
+            shape = ItemShape.of(source, destination)
+            if shape.slots_follow:
+                of_runs += source.shape[0]
             else:
-                of_slots += layers * units
+                of_slots += source.shape[0] * shape.units
         return cls(of_runs, of_slots)
-
-    def count(self, runs: Integers) -> int:
-        """Of `runs` of slots, int64 `[runs, 3]` as `RunGeometry.runs` takes them."""
-        return self.of_runs * len(runs) + self.of_slots * int(runs[:, 2].sum())
-
-
-def _slots_follow(*views: torch.Tensor) -> bool:
-    """Whether neighbouring slots of a layer are one run of bytes."""
-    return all(view.shape[2] == 1 and view.stride(1) == view.shape[3] for view in views)
-
-
-def expand_runs(runs: Integers) -> tuple[Integers, Integers]:
-    """Source and destination slot of every page of `runs`, int64 `[pages]` each."""
-    sources, destinations, counts = runs.T
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    within = np.arange(len(first)) - first
-    return np.repeat(sources, counts) + within, np.repeat(destinations, counts) + within
 
 
 # On a CPU.
@@ -266,9 +257,9 @@ _copy_without_gil = _memmove(ctypes.CDLL(None))  # releases the GIL
 _copy_with_gil = _memmove(ctypes.PyDLL(None))  # does not
 
 
-def memmove_batch(batch: RunBatch) -> None:
+def memmove_batch(batch: RunBatch, stream: int = 0) -> None:
     """Copy one run after the other on this thread."""
-    mean = batch.nbytes // max(1, len(batch.sizes))
+    mean = batch.nbytes // max(1, batch.stop - batch.start)
     if mean >= GIL_HELD_BYTES:
         _copy_long(batch)
         return
@@ -294,8 +285,9 @@ def _copy_long(batch: RunBatch) -> None:
     rows = batch.pattern.rows
     if rows is None:
         batch.pattern.rows = rows = _rows(_as_list(batch))
+    destinations, sources = batch.destinations, batch.sources
     for start, number, size, to_step, by_step in rows:
-        destination, source = int(batch.destinations[start]), int(batch.sources[start])
+        destination, source = int(destinations[start]), int(sources[start])
         if number == 1 and size <= PIECE_BYTES:
             _copy_without_gil(destination, source, size)
         else:

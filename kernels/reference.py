@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from itertools import groupby
 
+import numpy as np
 import torch
 
 from asynchicache.kernels.items import PoolItems
@@ -19,53 +21,52 @@ class ReferenceKernels:
     def __init__(self, items: PoolItems) -> None:
         self._items = items
 
-    def upload(self, slots: torch.Tensor) -> torch.Tensor:
-        """Slots where `gather` and `scatter` need them: for this kernel, on the host."""
-        return slots
-
-    def gather(
-        self, rows: range, device_slots: torch.Tensor, host_slots: torch.Tensor, *, checked: bool = False
-    ) -> None:
+    def gather(self, rows: range, device_slots: torch.Tensor, host_slots: torch.Tensor) -> None:
         """Copy device pages to host pages, `device_slots[i]` to `host_slots[i]`.
 
         Args:
             rows: which rows of the pool's items.
             device_slots: int64 `[pages]`.
             host_slots: int64 `[pages]`, without duplicates.
-            checked: the slots are known to exist and to have no duplicates, as slots of a plan are.
 
         Raises:
-            UsageError: slots or rows of another form; unless `checked`, slots that do not exist or are
-                written twice.
+            UsageError: slots or rows of another form; slots that do not exist or are written twice.
         """
         self._items.check_slots(rows, host_slots, device_slots)
-        if not checked:
-            self._items.check_values(host_slots, device_slots, "host")
-        for tensor, layers in self._spans(rows):
-            device, host = self._items.device[tensor][layers], self._items.host[tensor][layers]
-            copy_pages(device, host, device_slots, host_slots)
+        self._items.check_values(host_slots, device_slots, "host")
+        self._move(rows, host_slots, device_slots, to_device=False)
 
-    def scatter(
-        self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, *, checked: bool = False
-    ) -> None:
+    def scatter(self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
         """Copy host pages to device pages, `host_slots[i]` to `device_slots[i]`.
 
         Args:
             rows: which rows of the pool's items.
             host_slots: int64 `[pages]`.
             device_slots: int64 `[pages]`, without duplicates.
-            checked: the slots are known to exist and to have no duplicates, as slots of a plan are.
 
         Raises:
-            UsageError: slots or rows of another form; unless `checked`, slots that do not exist or are
-                written twice.
+            UsageError: slots or rows of another form; slots that do not exist or are written twice.
         """
         self._items.check_slots(rows, host_slots, device_slots)
-        if not checked:
-            self._items.check_values(host_slots, device_slots, "device")
+        self._items.check_values(host_slots, device_slots, "device")
+        self._move(rows, host_slots, device_slots, to_device=True)
+
+    def copy(
+        self, rows: range, host_slots: int, device_slots: int, pages: int, *, to_device: bool, stream: int
+    ) -> None:
+        """Copy pages on this thread; see `asynchicache.kernels.select.PageKernels`."""
+        host, device = (_numbers_at(address, pages) for address in (host_slots, device_slots))
+        self._move(rows, host, device, to_device=to_device)
+
+    def _move(
+        self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, *, to_device: bool
+    ) -> None:
         for tensor, layers in self._spans(rows):
-            device, host = self._items.device[tensor][layers], self._items.host[tensor][layers]
-            copy_pages(host, device, host_slots, device_slots)
+            host, device = self._items.host[tensor][layers], self._items.device[tensor][layers]
+            if to_device:
+                copy_pages(host, device, host_slots, device_slots)
+            else:
+                copy_pages(device, host, device_slots, host_slots)
 
     def _spans(self, rows: range) -> Iterator[tuple[int, slice]]:
         """Rows by tensor; rows that are neighbours in the model are neighbours in each tensor."""
@@ -73,6 +74,10 @@ class ReferenceKernels:
         for tensor, group in groupby(chosen, key=lambda row: row.tensor):
             local = [row.local for row in group]
             yield tensor, slice(local[0], local[-1] + 1)
+
+
+def _numbers_at(address: int, count: int) -> torch.Tensor:
+    return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address)))
 
 
 def copy_pages(

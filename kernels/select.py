@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from asynchicache.cuda_driver import CudaDriver
@@ -18,17 +17,21 @@ from asynchicache.kernels.reference import ReferenceKernels
 
 
 class PageKernels(Protocol):
-    """Copies many pages of one pool by their slots; see `asynchicache.kernels.reference`."""
+    """Copies many pages of one pool by their slots."""
 
-    def upload(self, slots: torch.Tensor) -> torch.Tensor: ...
+    def copy(
+        self, rows: range, host_slots: int, device_slots: int, pages: int, *, to_device: bool, stream: int
+    ) -> None:
+        """Copy pages whose slots are known to exist and to have no duplicates.
 
-    def gather(
-        self, rows: range, device_slots: torch.Tensor, host_slots: torch.Tensor, *, checked: bool = False
-    ) -> None: ...
-
-    def scatter(
-        self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, *, checked: bool = False
-    ) -> None: ...
+        Args:
+            rows: which rows of the pool's items.
+            host_slots, device_slots: addresses on the device of int64 `[pages]`.
+            pages: how many.
+            to_device: from the host, or to it.
+            stream: handle of the one to run on.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +75,10 @@ def copy_methods(items: PoolItems, *, pinned: bool) -> CopyMethods:
     return CopyMethods(kernels, partial(_copy_batch, driver) if driver.has_batches else None, lacking)
 
 
-def _copy_batch(driver: CudaDriver, batch: RunBatch) -> None:
-    columns = [np.ascontiguousarray(column) for column in (batch.destinations, batch.sources, batch.sizes)]
-    to, of, sizes = (column.ctypes.data for column in columns)
-    driver.copy_batch(to, of, sizes, len(batch.sizes), torch.cuda.current_stream().cuda_stream)
+def _copy_batch(driver: CudaDriver, batch: RunBatch, stream: int) -> None:
+    table, start, stop, _, _ = batch
+    to = table.address + 8 * start
+    driver.copy_batch(to, to + table.step, to + 2 * table.step, stop - start, stream)
 
 
 def _triton_kernels(items: PoolItems, driver: CudaDriver, lacking: dict[str, str]) -> PageKernels | None:

@@ -128,11 +128,11 @@ def _copy_rows(
 Arguments: TypeAlias = tuple[int, int, int, int, int, int, int]
 """Of the kernel: addresses of table, host and device slots; first row, pages, work items, blocks of a row."""
 
-RunKernel: TypeAlias = Callable[[bool, int, Arguments], None]
-"""Runs the kernel to the device, or from it, on the current stream: direction, programs, arguments."""
+RunKernel: TypeAlias = Callable[[bool, int, Arguments, int], None]
+"""Runs the kernel to the device, or from it: direction, programs, arguments, handle of a stream."""
 
 
-def interpreted(to_device: bool, programs: int, arguments: Arguments) -> None:
+def interpreted(to_device: bool, programs: int, arguments: Arguments, stream: int) -> None:
     """Run the kernel in Triton's interpreter, on a CPU."""
     _copy_rows[(programs,)](*arguments, columns=len(KernelRow._fields), to_device=to_device, lanes=LANES)
 
@@ -199,14 +199,14 @@ class CudaLaunch:
         # Of cuLaunchKernel: here are the packed arguments, so many bytes, that is all.
         self._extra = (c_void_p * 5)(1, addressof(self._packed), 2, addressof(self._size), 0)
 
-    def __call__(self, to_device: bool, programs: int, arguments: Arguments) -> None:
+    def __call__(self, to_device: bool, programs: int, arguments: Arguments, stream: int) -> None:
         """
         Raises:
             DeviceError: the driver refused it.
         """
         self._format.pack_into(self._packed, 0, *arguments)
-        function, stream = self._functions[to_device], torch.cuda.current_stream().cuda_stream
-        self._driver.launch(function, programs, _WARPS * 32, addressof(self._extra), stream)
+        extra = addressof(self._extra)
+        self._driver.launch(self._functions[to_device], programs, _WARPS * 32, extra, stream)
 
 
 class KernelRow(NamedTuple):
@@ -248,7 +248,7 @@ class KernelRow(NamedTuple):
 
 
 class TritonKernels:
-    """Copies between the tiers of one pool in one launch each, on the current stream."""
+    """Copies between the tiers of one pool in one launch each."""
 
     def __init__(self, items: PoolItems, pointers: HostPointers, launch: RunKernel) -> None:
         """
@@ -269,31 +269,18 @@ class TritonKernels:
         if most > MAX_WORDS:
             raise DeviceError(f"an item of {most} words; the kernel counts {MAX_WORDS} at most")
         self._table = torch.tensor(self.rows, dtype=torch.int64).to(self._device)
+        self._address = self._table.data_ptr()
         self._shapes: dict[range, tuple[int, int]] = {}
 
-    def upload(self, slots: torch.Tensor) -> torch.Tensor:
-        """Slots where `gather` and `scatter` want them, in the order of the current stream."""
-        if self._device.type == "cpu":
-            return slots
-        # Through pinned memory, which torch keeps for the next time: from other memory the driver may
-        # wait for the stream.
-        return slots.pin_memory().to(self._device, non_blocking=True)
+    def gather(self, rows: range, device_slots: torch.Tensor, host_slots: torch.Tensor) -> None:
+        """`ReferenceKernels.gather` on the current stream, with slots on the device."""
+        self._check(rows, host_slots, device_slots, "host")
+        self._copy(rows, host_slots, device_slots, to_device=False)
 
-    def gather(
-        self, rows: range, device_slots: torch.Tensor, host_slots: torch.Tensor, *, checked: bool = False
-    ) -> None:
-        """`ReferenceKernels.gather` in one launch; both slots as `upload` returns them. Waits for the
-        current stream unless they are `checked`."""
-        self._check(rows, host_slots, device_slots, "" if checked else "host")
-        self.copy(rows, host_slots.data_ptr(), device_slots.data_ptr(), len(host_slots), to_device=False)
-
-    def scatter(
-        self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, *, checked: bool = False
-    ) -> None:
-        """`ReferenceKernels.scatter` in one launch; both slots as `upload` returns them. Waits for the
-        current stream unless they are `checked`."""
-        self._check(rows, host_slots, device_slots, "" if checked else "device")
-        self.copy(rows, host_slots.data_ptr(), device_slots.data_ptr(), len(host_slots), to_device=True)
+    def scatter(self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
+        """`ReferenceKernels.scatter` on the current stream, with slots on the device."""
+        self._check(rows, host_slots, device_slots, "device")
+        self._copy(rows, host_slots, device_slots, to_device=True)
 
     def _check(self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, written: str) -> None:
         self._items.check_slots(rows, host_slots, device_slots)
@@ -301,18 +288,20 @@ class TritonKernels:
             raise UsageError(
                 f"slots lie on {host_slots.device} and {device_slots.device}, not on {self._device}"
             )
-        if written:
-            self._items.check_values(host_slots, device_slots, written)
+        self._items.check_values(host_slots, device_slots, written)
 
-    def copy(self, rows: range, host_slots: int, device_slots: int, pages: int, *, to_device: bool) -> None:
-        """Copy pages whose slots are known to exist and to have no duplicates; one launch, unless they are
-        2 GiB of one row and more.
+    def _copy(
+        self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, *, to_device: bool
+    ) -> None:
+        stream = 0 if self._device.type == "cpu" else torch.cuda.current_stream(self._device).cuda_stream
+        addresses = host_slots.data_ptr(), device_slots.data_ptr()
+        self.copy(rows, *addresses, len(host_slots), to_device=to_device, stream=stream)
 
-        Args:
-            rows: which rows of the pool's items.
-            host_slots, device_slots: addresses on the device of int64 `[pages]`.
-            pages: how many.
-            to_device: from the host, or to it.
+    def copy(
+        self, rows: range, host_slots: int, device_slots: int, pages: int, *, to_device: bool, stream: int
+    ) -> None:
+        """One launch, unless pages are 2 GiB of one row and more; see
+        `asynchicache.kernels.select.PageKernels`.
         """
         if not rows:
             return
@@ -328,4 +317,4 @@ class TritonKernels:
             work = len(rows) * row_blocks
             slots = host_slots + 8 * start, device_slots + 8 * start
             numbers = rows.start, count, work, row_blocks
-            self._launch(to_device, min(work, programs), (self._table.data_ptr(), *slots, *numbers))
+            self._launch(to_device, min(work, programs), (self._address, *slots, *numbers), stream)

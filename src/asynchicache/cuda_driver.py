@@ -33,6 +33,7 @@ _ARGUMENTS = {
     "cuMemHostGetDevicePointer_v2": (POINTER(c_uint64), c_void_p, c_uint),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),  # to, from, bytes, stream
     "cuMemcpyBatchAsync": (*(c_void_p,) * 3, c_size_t, *(c_void_p,) * 2, c_size_t, c_void_p, c_void_p),
+    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),  # to, from, bytes, stream
     "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
     "cuStreamCreateWithPriority": (POINTER(c_void_p), c_uint, c_int),
@@ -151,6 +152,15 @@ class CudaDriver:
         )
         if code:
             raise _failure(f"cuMemcpyBatchAsync of {count} runs, at run {failed.value},", code)
+
+    def upload(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy pinned host memory to the GPU, in the order of a stream.
+
+        Raises:
+            DeviceError: the driver refused it.
+        """
+        self._enter()
+        self._call("cuMemcpyHtoDAsync_v2", destination, source, nbytes, stream)
 
     def copy_singly(
         self, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int

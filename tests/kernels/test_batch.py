@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import c_int64
+
 import numpy as np
 import pytest
 import torch
@@ -10,16 +12,13 @@ from asynchicache.errors import UsageError
 from asynchicache.kernels.batch import (
     MAX_RUNS,
     PIECE_BYTES,
+    ItemShape,
     PieceCount,
     RunBatch,
-    RunGeometry,
-    expand_runs,
     memmove_batch,
 )
 from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.select import copy_methods
-
-RUNS = np.array([[0, 3, 2], [5, 0, 1]], np.int64)  # 0, 1 to 3, 4; 5 to 0
 
 
 def _items(slots: int, *, follow: bool, units: int = 1) -> torch.Tensor:
@@ -30,28 +29,25 @@ def _items(slots: int, *, follow: bool, units: int = 1) -> torch.Tensor:
     return memory.as_strided((2, slots, units, 4), strides)
 
 
-@pytest.mark.parametrize(("follow", "units", "count"), [(True, 1, 4), (False, 1, 6), (False, 2, 12)])
+@pytest.mark.parametrize(("follow", "units", "count"), [(True, 1, 2), (False, 1, 3), (False, 2, 6)])
 def test_pages_come_to_runs_that_are_contiguous_on_both_sides(follow: bool, units: int, count: int) -> None:
     source, destination = _items(6, follow=True, units=units), _items(5, follow=follow, units=units)
     expected = destination.clone()
     for from_slot, to_slot in ((0, 3), (1, 4), (5, 0)):
-        expected[:, to_slot] = source[:, from_slot]
+        expected[0, to_slot] = source[0, from_slot]
+    shape = ItemShape.of(source, destination)
+    assert shape.slots_follow is follow
+    if follow:
+        found = shape.of_runs(np.array([[0, 3, 2], [5, 0, 1]], np.int64))
+    else:
+        found = shape.of_slots(np.array([0, 1, 5]), np.array([3, 4, 0]))
+    starts = found.destinations + destination.data_ptr(), found.sources + source.data_ptr()
+    memmove_batch(RunBatch.of(*starts, found.sizes))
 
-    batch = RunGeometry(source, destination).runs(RUNS).batch(0, 2)
-    memmove_batch(batch)
-
-    assert len(batch.sizes) == count == PieceCount.of([(source, destination)]).count(RUNS)
-    assert batch.nbytes == 2 * 3 * units * 4
+    pieces = PieceCount.of([(source, destination)])
+    assert len(found.sizes) == count == (pieces.of_runs * 2 + pieces.of_slots * 3) / 2
+    assert found.nbytes == 3 * units * 4
     assert torch.equal(destination, expected)
-
-
-def test_one_layer_leaves_the_others_alone() -> None:
-    source, destination = _items(6, follow=True), torch.zeros(2, 5, 1, 4, dtype=torch.uint8)
-
-    memmove_batch(RunGeometry(source, destination).runs(RUNS).batch(1, 2))
-
-    assert torch.equal(destination[1, [3, 4, 0]], source[1, [0, 1, 5]])
-    assert not destination[0].any()
 
 
 PATTERNS = {
@@ -70,7 +66,7 @@ def _rows(slots: list[int], sizes: list[int]) -> tuple[RunBatch, torch.Tensor, t
         expected[slot, :size] = source[row, :size]
     starts = np.arange(len(slots)) * 16 + source.data_ptr()
     ends = np.array(slots) * 16 + destination.data_ptr()
-    batch = RunBatch(starts, ends, np.array(sizes, np.int64), (source, destination))
+    batch = RunBatch.of(ends, starts, np.array(sizes, np.int64), (source, destination))
     return batch, destination, expected
 
 
@@ -118,8 +114,9 @@ def test_every_byte_of_a_run_in_pieces_arrives_and_none_beside_it(size: int, slo
     starts, ends = (tensor.data_ptr() + 5 for tensor in (source, destination))
     rows = np.arange(len(slots)), np.array(slots)
     addresses = (start + row * (size + gap) for start, row in zip((starts, ends), rows, strict=True))
+    sources, destinations = addresses
 
-    memmove_batch(RunBatch(*addresses, np.full(len(slots), size), (source, destination)))
+    memmove_batch(RunBatch.of(destinations, sources, np.full(len(slots), size), (source, destination)))
 
     assert torch.equal(destination, expected)
 
@@ -133,7 +130,7 @@ def test_numpy_gets_long_runs_in_pieces_that_it_cannot_put_together(
     memory = torch.empty(size, dtype=torch.uint8)
     start = np.array([memory.data_ptr()])
 
-    memmove_batch(RunBatch(start, start, np.array([size]), (memory,)))
+    memmove_batch(RunBatch.of(start, start, np.array([size]), (memory,)))
 
     assert len(calls) == 2
     for pieces in calls:
@@ -144,47 +141,27 @@ def test_numpy_gets_long_runs_in_pieces_that_it_cannot_put_together(
         assert step < length <= PIECE_BYTES + number
 
 
-def test_of_all_layers_one_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asynchicache.kernels.batch.GIL_HELD_BYTES", 1)
-    source = torch.arange(3 * 8 * 4, dtype=torch.uint8).reshape(3, 8, 1, 4)
-    destination, expected = torch.zeros_like(source), torch.zeros_like(source)
-    layers = RunGeometry(source, destination).runs(np.array([[0, 7, 1], [2, 5, 1], [4, 3, 1], [5, 0, 2]]))
-
-    for layer in range(3):
-        memmove_batch(layers.batch(layer, layer + 1))
-        monkeypatch.setattr("asynchicache.kernels.batch._end_of_rows", None)
-        expected[layer, [7, 5, 3, 0, 1]] = source[layer, [0, 2, 4, 5, 6]]
-        assert torch.equal(destination, expected)
-
-
 def test_batches_are_cut_by_bytes_and_by_runs() -> None:
     sizes = np.array([4, 4, 9, 1, 1], np.int64)
-    batch = RunBatch(np.arange(5), np.arange(5) + 10, sizes, ())
+    batch = RunBatch.of(np.arange(5) + 10, np.arange(5), sizes)
 
     assert [part.sizes.tolist() for part in batch.cut(8)] == [[4, 4], [9], [1, 1]]
+    assert [part.nbytes for part in batch.cut(8)] == [8, 9, 2]
     assert [part.sources.tolist() for part in batch.cut(100)] == [[0, 1, 2, 3, 4]]
-    many = RunBatch(*(np.ones(MAX_RUNS + 1, np.int64) for _ in range(3)), ())
+    many = RunBatch.of(*(np.ones(MAX_RUNS + 1, np.int64) for _ in range(3)))
     assert [len(part.sizes) for part in many.cut(1 << 30)] == [MAX_RUNS, 1]
 
 
-def test_joined_batches_are_one() -> None:
-    one = RunBatch(np.array([1]), np.array([2]), np.array([3]), ())
-    joined = RunBatch.join([one, RunBatch(np.array([4]), np.array([5]), np.array([6]), ())])
+def test_a_table_is_three_columns_at_equal_distances() -> None:
+    table = RunBatch.of(np.array([1, 2]), np.array([3, 4]), np.array([5, 6])).table
 
-    assert (joined.sources.tolist(), joined.destinations.tolist(), joined.nbytes) == ([1, 4], [2, 5], 9)
-    assert RunBatch.join([one]) is one
-
-
-def test_runs_expand_to_their_pages() -> None:
-    sources, destinations = expand_runs(np.array([[3, 10, 3], [9, 2, 1]], np.int64))
-
-    assert sources.tolist() == [3, 4, 5, 9]
-    assert destinations.tolist() == [10, 11, 12, 2]
+    assert (c_int64 * 6).from_address(table.address)[:] == [1, 2, 3, 4, 5, 6]
+    assert table.step == 16
 
 
 def test_views_of_different_pools_have_no_runs() -> None:
     with pytest.raises(UsageError, match="no views of one pool"):
-        RunGeometry(_items(6, follow=True), _items(6, follow=True, units=2))
+        ItemShape.of(_items(6, follow=True), _items(6, follow=True, units=2))
 
 
 # What a device has.

@@ -15,7 +15,6 @@ from itertools import product
 from math import gcd
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,6 +49,7 @@ from asynchicache_lab.bench.transfer import POOLS  # noqa: E402
 from integrations.zoo import ALL, PAGE, tiny_spec  # noqa: E402
 from soaking import first  # noqa: E402
 
+STREAM = 7
 CHECKS = Path(__file__).with_name("triton_checks.py")
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
@@ -196,7 +196,8 @@ class _Library:
         return 0
 
     def cuLaunchKernel(self, function: int, *launch: Any) -> int:  # noqa: N802
-        blocks, _, _, threads, _, _, _, _, arguments, extra = launch
+        blocks, _, _, threads, _, _, _, stream, arguments, extra = launch
+        assert stream == STREAM
         pointer, at, size, size_at, end = (c_void_p * 5).from_address(extra)
         assert (arguments, pointer, size, end) == (None, 1, 2, None)
         packed = string_at(at, c_size_t.from_address(size_at).value)
@@ -205,8 +206,7 @@ class _Library:
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> _Library:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+def library() -> _Library:
     return _Library()
 
 
@@ -226,10 +226,10 @@ def test_nothing_is_compiled_but_two_kernels_when_a_pool_opens(
             items = memory.items()
             kernels = TritonKernels(items, SamePointers(), opened)
             for pages, layer in product((1, 3, 1000), range(max(row.layer for row in items.rows) + 1)):
-                slots = torch.zeros(pages, dtype=torch.int64)
-                for copy in (kernels.gather, kernels.scatter):
-                    copy(items.span(layer, layer + 1), slots, slots, checked=True)
-                    launches += bool(items.span(layer, layer + 1))
+                rows = items.span(layer, layer + 1)
+                for to_device in (False, True):
+                    kernels.copy(rows, 64, 64, pages, to_device=to_device, stream=STREAM)
+                    launches += bool(rows)
 
     assert len(counted) == 2
     assert len(library.launched) == launches
@@ -244,12 +244,13 @@ def test_a_launch_is_packed_as_the_machine_code_takes_it(library: _Library) -> N
             items, SamePointers(), CudaLaunch(CudaDriver(0, Libraries(library, library)), 90)
         )
         host, device = torch.tensor([2, 0]), torch.tensor([1, 2])
-        kernels.scatter(items.span(1, 3), host, device, checked=True)
+        slots = host.data_ptr(), device.data_ptr()
+        kernels.copy(items.span(1, 3), *slots, 2, to_device=True, stream=STREAM)
 
-    ((function, blocks, threads, (table, *slots, first, pages, work, row_blocks)),) = library.launched
+    ((function, blocks, threads, (table, *found, first, pages, work, row_blocks)),) = library.launched
     rows = (c_int64 * (len(kernels.rows) * len(KernelRow._fields))).from_address(table)[:]
     assert rows == [value for row in kernels.rows for value in row]
-    assert slots == [host.data_ptr(), device.data_ptr()]
+    assert found == list(slots)
     page_bytes = pool.slot_bytes(page_size) // len(kernels.rows)
     assert row_blocks == 2 * page_bytes // (WIDEST * LANES)
     assert (function, blocks, threads, first, pages, work) == (2, 32, 256, 2, 2, 4 * row_blocks)
@@ -264,7 +265,7 @@ def test_more_pages_than_32_bits_count_are_several_launches() -> None:
         PoolItems.of([host], [host]), SamePointers(), lambda *one: launched.append(one[2])
     )
 
-    kernels.copy(range(1), 4096, 8192, 5, to_device=True)
+    kernels.copy(range(1), 4096, 8192, 5, to_device=True, stream=STREAM)
 
     assert [one[1:5] for one in launched] == [
         (4096, 8192, 0, 2),

@@ -111,7 +111,7 @@ def test_gather_equals_reference(name: str, layout: HostLayout) -> None:
         for views in (wanted, found):
             views[0].untyped_storage().fill_(POISON)
         reference.gather(rows, device_slots, host_slots)
-        kernels.gather(rows, kernels.upload(device_slots), kernels.upload(host_slots))
+        kernels.gather(rows, device_slots.to(DEVICE), host_slots.to(DEVICE))
         _synchronize()
 
         assert torch.equal(_whole(found), _whole(wanted))
@@ -135,7 +135,7 @@ def test_scatter_equals_reference(name: str, layout: HostLayout) -> None:
         for tensor in (*wanted, *found):
             tensor.fill_(POISON)
         reference.scatter(rows, host_slots, device_slots)
-        kernels.scatter(rows, kernels.upload(host_slots), kernels.upload(device_slots))
+        kernels.scatter(rows, host_slots.to(DEVICE), device_slots.to(DEVICE))
         _synchronize()
 
         assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, wanted, strict=True))
@@ -149,7 +149,7 @@ def test_addresses_beyond_32_bits_are_reached() -> None:
     device = torch.zeros(1, 1, 1, words, dtype=torch.uint8, device=DEVICE)
     kernels = _kernels(PoolItems.of([host], [device]))
 
-    kernels.scatter(range(1), kernels.upload(torch.tensor([1])), kernels.upload(torch.tensor([0])))
+    kernels.scatter(range(1), torch.tensor([1]).to(DEVICE), torch.tensor([0]).to(DEVICE))
     _synchronize()
 
     assert (device == 7).all()
@@ -182,7 +182,7 @@ def test_no_pages_copy_nothing() -> None:
     host, device = host.to(torch.uint8), device.to(torch.uint8).to(DEVICE)
     host = host if INTERPRETED else host.pin_memory()
     kernels = _kernels(PoolItems.of([host], [device]))
-    none = kernels.upload(torch.empty(0, dtype=torch.int64))
+    none = torch.empty(0, dtype=torch.int64).to(DEVICE)
 
     kernels.scatter(range(1), none, none)
     _synchronize()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer import audit as audit_module
 from asynchicache.transfer.audit import AuditStatistics, PageAudit
-from asynchicache.transfer.copies import PageCopier, PoolCopies, PoolMemory
+from asynchicache.transfer.copies import PageCopier, PlanCopies, PoolMemory
 from asynchicache.transfer.local import LocalTransfers
 from asynchicache.transfer.plan import (
     CacheOperation,
@@ -117,9 +117,7 @@ async def test_a_forward_may_overwrite_a_layer_whose_fence_it_has_passed(
         await rig.run(operation(Direction.BACKUP, kv=([0, 1], [3, 4])))
         items, enqueue = rig.memory.device.items("keys"), PageCopier.enqueue
 
-        def overtaken(
-            self: PageCopier, stream: Stream, copies: Mapping[str, PoolCopies], layers: range
-        ) -> None:
+        def overtaken(self: PageCopier, stream: Stream, copies: PlanCopies, layers: range) -> None:
             enqueue(self, stream, copies, layers)
             if layers.start:
                 stream.launch(lambda: items[0, 6].fill_(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynchicache.errors import ConfigError
-from asynchicache.kernels.batch import expand_runs
-from asynchicache.kernels.items import PoolItems
-from asynchicache.kernels.reference import ReferenceKernels
 from asynchicache.kernels.select import CopyMethods
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.device import DevicePool
@@ -22,7 +20,8 @@ from asynchicache.pools.slabs import Pinner
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.streams.drivers import InlineDriver
 from asynchicache.streams.emulated import EmulatedDevice
-from asynchicache.transfer.copies import KERNEL_PIECES, PageCopier, PoolMemory, cut_runs, pieces, split_runs
+from asynchicache.transfer.copies import KERNEL_PIECES, PageCopier, PoolMemory, pieces, split_runs
+from asynchicache.transfer.launch_table import cut_runs
 from asynchicache.transfer.paths import CopyPath, PathTable, RunShape
 from asynchicache.transfer.plan import CacheOperation, Direction, TensorPart, TransferPlan, merge
 from pools.cuda_runtime import PlayedRuntime
@@ -120,10 +119,14 @@ def test_runs_are_split_at_the_borders_of_one_side(data: st.DataObject) -> None:
 
     found = split_runs(runs, side, step * slot_bytes, slot_bytes)
 
-    assert list(zip(*expand_runs(found), strict=True)) == list(zip(*expand_runs(runs), strict=True))
+    assert _pages(found) == _pages(runs)
     assert (found[:, side] // step == (found[:, side] + found[:, 2] - 1) // step).all()
     assert len(found) == sum((row[side] + row[2] - 1) // step - row[side] // step + 1 for row in runs)
     assert (runs == before).all()
+
+
+def _pages(runs: np.ndarray) -> list[tuple[int, int]]:
+    return [(of + page, to + page) for of, to, count in runs.tolist() for page in range(count)]
 
 
 def test_borders_may_lie_within_slots_that_are_not_used() -> None:
@@ -148,7 +151,7 @@ def test_no_run_lies_in_two_registrations(
     wish = operation(direction, kv=(range(10), range(10)))
     plan = merge([wish], {"kv": memory.extent}, 1, None)
     copier, copied = PageCopier({"kv": memory}, force=CopyPath.BATCH), []
-    copier._pools["kv"].methods = CopyMethods(batch=copied.append)
+    copier._pools["kv"].methods = CopyMethods(batch=lambda batch, stream: copied.append(batch))
 
     _enqueue_all(copier, plan)
 
@@ -211,48 +214,24 @@ def test_a_forced_path_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("direction", [Direction.LOAD, Direction.BACKUP])
-def test_kernels_need_not_check_the_slots_of_a_plan(
-    operation: Callable[..., CacheOperation], monkeypatch: pytest.MonkeyPatch, direction: Direction
+def test_while_there_is_no_room_for_slots_no_kernel_copies(
+    operation: Callable[..., CacheOperation], direction: Direction
 ) -> None:
-    """On a GPU that would wait for the stream in each launch."""
-    checks: list[object] = []
-    monkeypatch.setattr(PoolItems, "check_values", lambda *arguments: checks.append(arguments))
-    memory = _memory()
-    wish = operation(direction, kv=([0, 2], [1, 0]))
-    expected, plan = _copied(memory, wish), merge([wish], {"kv": memory.extent}, 3, None)
-
-    _enqueue_all(PageCopier({"kv": memory}, force=CopyPath.KERNEL), plan)
-
-    assert checks == []
-    found = _contents(memory)
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-@pytest.mark.parametrize("direction", [Direction.LOAD, Direction.BACKUP])
-def test_a_gpu_without_room_for_the_slots_of_a_kernel_copies_plainly(
-    operation: Callable[..., CacheOperation],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    direction: Direction,
-) -> None:
-    def refuse(kernels: ReferenceKernels, slots: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("no room for slots")
-
-    monkeypatch.setattr(ReferenceKernels, "upload", refuse)
     memory, device = _memory(), EmulatedDevice(InlineDriver())
     wish = operation(direction, kv=([0, 2, 3], [1, 0, 4]))
     expected, plan = _copied(memory, wish), merge([wish], {"kv": memory.extent}, 3, 1)
     copier = PageCopier({"kv": memory}, force=CopyPath.KERNEL, chunk_bytes=64)
+    copier._slots = SimpleNamespace(reserve=lambda numbers: None)
+    copies = copier.prepare(plan)
 
     for group in plan.groups:
-        copier.enqueue(device.stream("copies"), copier.prepare(plan), group)
+        copier.enqueue(device.stream("copies"), copies, group)
+    copies.end(None)
 
     assert device.error is None
     found = _contents(memory)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-    assert caplog.messages == [
-        "pool kv: copies by kernel go plainly while there is no room: no room for slots"
-    ]
+    assert copies.paths["kv"] is not CopyPath.KERNEL
 
 
 def test_a_pool_without_host_slots_can_be_forked(operation: Callable[..., CacheOperation]) -> None:

@@ -13,8 +13,8 @@ import pytest
 from asynchicache.errors import ClosedError, CopyEndedError, DeviceError, TransferError
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.transfer import schedule
-from asynchicache.transfer.copies import PoolCopies
-from asynchicache.transfer.plan import CacheOperation, Direction, merge
+from asynchicache.transfer.copies import PlanCopies
+from asynchicache.transfer.plan import CacheOperation, Direction, plan_of
 from asynchicache.transfer.record import LayerStatus, Submission, Tick
 from asynchicache.transfer.schedule import HazardTable
 from asynchicache.transfer.ticket import Ticket
@@ -69,7 +69,7 @@ async def test_what_cannot_be_enqueued_fails_and_so_does_who_reads_it(
     async with open_rig(driver) as rig:
         prepare = rig.transfers._copier.prepare
 
-        def broken(plan) -> dict[str, PoolCopies]:
+        def broken(plan) -> PlanCopies:
             if plan.direction is Direction.LOAD:
                 monkeypatch.undo()  # the next one works
                 raise MemoryError("no room for a list of copies")
@@ -222,11 +222,11 @@ async def test_a_tick_that_cannot_be_planned_fails_whole_and_keeps_nobody_waitin
 
         def merged(*args: Any) -> Any:
             refuse()
-            return merge(*args)
+            return plan_of(*args)
 
         with monkeypatch.context() as exhausted:
             if broken == "merge":
-                exhausted.setattr(schedule, "merge", merged)
+                exhausted.setattr(schedule, "plan_of", merged)
             else:
                 mark = HazardTable.mark
                 exhausted.setattr(HazardTable, "mark", lambda *args: (refuse(), mark(*args)))

@@ -145,7 +145,7 @@ async def test_a_refused_copy_costs_its_transfer_and_its_path(
     async with _open(device, path) as transfers:
         kv = transfers._copier._pools["kv"]
         await transfers.submit(operation(Direction.BACKUP, kv=([0], [2])), done=outcomes.append)
-        refusing = SimpleNamespace(upload=refuse)
+        refusing = SimpleNamespace(copy=refuse)
         kv.methods = (
             replace(kv.methods, batch=refuse)
             if path is CopyPath.BATCH

@@ -114,6 +114,6 @@ def test_a_copier_of_a_gpus_pages_has_no_rates_of_a_cpu() -> None:
         device = SimpleNamespace(device=torch.device("cuda"))
 
     with pytest.MonkeyPatch.context() as without_gpu:
-        without_gpu.setattr(copies, "_Pool", lambda *_: None)
+        without_gpu.setattr(copies, "_Pool", lambda *_: SimpleNamespace(available=[]))
 
         assert PageCopier({"kv": Memory()}).table == PathTable()  # type: ignore[dict-item]

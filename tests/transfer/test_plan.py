@@ -19,6 +19,7 @@ from asynchicache.transfer.plan import (
     TensorPart,
     TransferPlan,
     merge,
+    runs_of,
     tensor_parts,
 )
 from asynchicache.types import PoolTransfer, trailing_pages
@@ -237,7 +238,7 @@ def test_a_pool_without_host_slots_takes_no_part(operation: Build) -> None:
     pools = {**POOLS, "mamba": PoolShape(MAMBA, 2, 6, 0)}
     nothing = operation(Direction.LOAD, kv=([0], [0]), mamba=([], []))
 
-    assert list(merge([nothing], pools, LAYERS, 1).runs) == ["kv"]
+    assert list(merge([nothing], pools, LAYERS, 1).columns) == ["kv"]
     with pytest.raises(UsageError, match="has no host slot 0; it has 0"):
         merge([operation(Direction.LOAD, mamba=([0], [0]))], pools, LAYERS, 1)
 
@@ -248,7 +249,7 @@ def test_runs_are_contiguous_on_both_sides(operation: Build) -> None:
 
     plan = _merge(first, second)
 
-    assert plan.runs["kv"].tolist() == [[3, 10, 4], [7, 15, 1], [9, 20, 1]]
+    assert runs_of(*plan.columns["kv"]).tolist() == [[3, 10, 4], [7, 15, 1], [9, 20, 1]]
 
 
 def test_the_first_group_closes_at_the_first_layer_with_bytes(operation: Build) -> None:
@@ -337,7 +338,7 @@ def _naive(operations: Sequence[CacheOperation]) -> set[tuple[str, str, int, int
 
 
 def _parts(plan: TransferPlan, layers: range) -> list[tuple[str, TensorPart]]:
-    return [(pool, part) for pool in plan.runs for part in tensor_parts(POOLS[pool].spec, layers)]
+    return [(pool, part) for pool in plan.columns for part in tensor_parts(POOLS[pool].spec, layers)]
 
 
 def _planned(plan: TransferPlan) -> set[tuple[str, str, int, int, int]]:
@@ -347,7 +348,7 @@ def _planned(plan: TransferPlan) -> set[tuple[str, str, int, int, int]]:
             tensor = next(t for t in POOLS[pool].spec.tensors if t.name == part.tensor)
             for layer in tensor.layers[part.start : part.stop]:
                 assert group.start <= layer < group.stop
-                for source, destination, count in plan.runs[pool].tolist():
+                for source, destination, count in runs_of(*plan.columns[pool]).tolist():
                     moved += [
                         (pool, part.tensor, layer, source + page, destination + page) for page in range(count)
                     ]
@@ -358,4 +359,4 @@ def _planned(plan: TransferPlan) -> set[tuple[str, str, int, int, int]]:
 def test_slots_may_be_arrays(operation: Build) -> None:
     plan = _merge(operation(Direction.LOAD, kv=(np.arange(3), np.arange(5, 8))))
 
-    assert plan.runs["kv"].tolist() == [[0, 5, 3]]
+    assert runs_of(*plan.columns["kv"]).tolist() == [[0, 5, 3]]

@@ -10,7 +10,7 @@ import pytest
 
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.transfer import plan, schedule
-from asynchicache.transfer.plan import CacheOperation, Direction, PoolShape
+from asynchicache.transfer.plan import CacheOperation, Direction, PoolShape, runs_of
 from asynchicache.transfer.record import Submission
 from asynchicache.transfer.schedule import Scheduler
 
@@ -56,8 +56,8 @@ def test_operations_of_one_tick_are_planned_once_for_each_pool_and_direction(
     scheduler = Scheduler(POOLS, LAYERS, 1, lambda record, index: None)
     calls = _counted(
         monkeypatch,
-        (schedule, "merge"),
-        (plan, "_runs"),
+        (schedule, "plan_of"),
+        (plan, "runs_of"),
         (plan, "check_slots"),
         (schedule.IndependenceCheck, "holds"),
         (schedule.HazardTable, "mark"),
@@ -66,10 +66,10 @@ def test_operations_of_one_tick_are_planned_once_for_each_pool_and_direction(
     records = scheduler.schedule([Submission(operation=wish) for wish in wishes])
 
     assert [record.direction for record in records] == [Direction.LOAD, Direction.BACKUP]
-    assert calls == {"holds": 1, "mark": 2, "merge": 2, "_runs": 2 * 2, "check_slots": 2 * 2 * 2}
+    assert calls == {"holds": 1, "mark": 2, "plan_of": 2}, "slots were checked when they were submitted"
     for record in records:
         first = SLOTS * (record.direction is Direction.BACKUP)
-        assert record.plan.runs["dense"].tolist() == [[first, first, OPERATIONS * PAGES]]
+        assert runs_of(*record.plan.columns["dense"]).tolist() == [[first, first, OPERATIONS * PAGES]]
         starts = range(first, first + SLOTS, 2 * PAGES)
-        assert record.plan.runs["sparse"].tolist() == [[start, start, PAGES] for start in starts]
+        assert runs_of(*record.plan.columns["sparse"]).tolist() == [[start, start, PAGES] for start in starts]
         assert len(record.plan.groups) == (LAYERS if record.direction is Direction.LOAD else 1)

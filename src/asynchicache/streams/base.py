@@ -59,6 +59,11 @@ class Stream(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def handle(self) -> int:
+        """The driver's, for calls that name their stream; 0 where there is none."""
+        ...
+
     def launch(self, work: Callable[[], object]) -> None:
         """Enqueue `work`. An emulated stream calls it when its turn comes; a CUDA stream calls it at once, as
         torch's current stream, so that the copies and kernels of `work` are enqueued.

@@ -231,6 +231,7 @@ class EmulatedEvent:
 class EmulatedStream:
     """A queue of work; made by `EmulatedDevice.stream`."""
 
+    handle = 0
     __slots__ = ("graph", "lane", "machine", "name")
 
     def __init__(self, machine: _Machine, name: str) -> None:

@@ -17,7 +17,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from asynchicache.kernels.batch import expand_runs
 from asynchicache.pools.device import DevicePages
 from asynchicache.streams.base import Stream
 from asynchicache.transfer.plan import Direction, TransferPlan, tensor_parts
@@ -112,16 +111,16 @@ class PageAudit:
         """Pages with a known digest; that of a copy in flight is not known, and may never be."""
         if not self._fingerprints:
             return
-        for pool, runs in plan.runs.items():
-            sources, destinations = (side.tolist() for side in expand_runs(runs))
+        for pool, columns in plan.columns.items():
+            sources, destinations = (side.tolist() for side in columns)
             for host_slot, device_slot in zip(sources, destinations, strict=True):
                 known = self._fingerprints.get((pool, host_slot))
                 if known is not None and known.digest is not None:
                     yield _Page(pool, device_slot, host_slot, known)
 
     def _sampled(self, plan: TransferPlan) -> Iterable[_Page]:
-        for pool, runs in plan.runs.items():
-            sources, destinations = (side.tolist() for side in expand_runs(runs))
+        for pool, columns in plan.columns.items():
+            sources, destinations = (side.tolist() for side in columns)
             self.forget(pool, destinations)
             for device_slot, host_slot in zip(sources, destinations, strict=True):
                 if self._rng.random() < self._share:

@@ -147,9 +147,11 @@ def best(round_: Callable[[], float], least_seconds: float) -> float:
 
 def _enqueue(copier: PageCopier, plan: TransferPlan, stream: Stream, event: Event) -> None:
     copies = copier.prepare(plan)
-    for layers in plan.groups:
-        copier.enqueue(stream, copies, layers)
+    with stream.current():
+        for layers in plan.groups:
+            copier.enqueue(stream, copies, layers)
     stream.record(event)
+    copies.end(event)
 
 
 def _seconds(enqueue: partial[None], event: Event) -> float:

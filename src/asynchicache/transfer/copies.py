@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,17 +12,19 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from asynchicache.errors import CallRefusedError, ConfigError
-from asynchicache.kernels.batch import LayerRuns, PieceCount, RunBatch, RunGeometry, expand_runs
+from asynchicache.errors import CallRefusedError, ConfigError, DeviceError
+from asynchicache.kernels.batch import PieceCount
 from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.reference import copy_run
-from asynchicache.kernels.select import CopyMethods, PageKernels, copy_methods
+from asynchicache.kernels.select import CopyMethods, copy_methods
 from asynchicache.kernels.units import copy_runs
 from asynchicache.pools.device import DevicePages
 from asynchicache.pools.host import HostPool
-from asynchicache.streams.base import Stream
+from asynchicache.streams.base import Event, Stream
+from asynchicache.transfer.launch_table import LaunchTable, PlanPages, TableLayout, TableTensor, cut_runs
 from asynchicache.transfer.paths import CopyPath, PathTable, RunShape, table_for
 from asynchicache.transfer.plan import Direction, PoolShape, Slots, TensorPart, TransferPlan, tensor_parts
+from asynchicache.transfer.slots import SlotRegion, SlotRing, SlotsInPlace
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,14 @@ CHUNK_BYTES = 32 << 20
 streams and on emulated streams that share the cores."""
 
 _BETWEEN_TIERS = (Direction.LOAD, Direction.BACKUP)
+
+FIRST_RUNS = 64
+"""Runs of a transfer's first launch: a driver takes them in some tens of microseconds, and copies begin."""
+
+LEAST_RING, MOST_RING = 1 << 17, 1 << 23
+"""Slot numbers that a GPU has room for: 1 MiB, and 64."""
+
+MOST_LAYOUTS = 256
 
 KERNEL_PIECES = 16
 """From this many runs on a kernel's launch pays (https://github.com/vllm-project/vllm/pull/42212)."""
@@ -71,18 +82,21 @@ class PoolMemory:
 
 
 class SizedCopy(NamedTuple):
-    """A part of a pool's copies: bytes, and the call that enqueues it on the current stream."""
+    """A part of a transfer's copies.
 
-    of: PoolCopies
+    Attributes:
+        pools: whose.
+        path: how.
+        nbytes: about how many.
+        call: enqueues it on the current stream, or on the one that it was made for.
+        at_once: whether it is not to wait for others to be launched together with.
+    """
+
+    pools: Sequence[_Pool]
+    path: CopyPath
     nbytes: int
     call: Callable[[], object]
-
-    def run(self) -> None:
-        try:
-            self.call()
-        except Exception as error:
-            self.of.failed = error  # a launch has parts of several pools
-            raise
+    at_once: bool = False
 
 
 PathBytes: TypeAlias = dict[str, dict[CopyPath, int]]
@@ -122,6 +136,24 @@ class PageCopier:
         self._force = force
         self._chunk_bytes = chunk_bytes
         self._pools = {pool: _Pool(pool, memory, force) for pool, memory in memories.items()}
+        self._keep = list(self._pools.values())
+        self._layouts: dict[tuple[Direction, tuple[str, ...], tuple[range, ...]], TableLayout] = {}
+        self._slots = self._slot_store(memories)
+
+    def _slot_store(self, memories: Mapping[str, PoolMemory]) -> SlotsInPlace | SlotRing:
+        """Room for the slots of some of the largest transfers: no slot occurs twice in one."""
+        pools = [(pool, memories[name]) for name, pool in self._pools.items()]
+        ours = [(pool, memory) for pool, memory in pools if CopyPath.KERNEL in pool.available]
+        if not any(memory.device.device.type == "cuda" for _, memory in ours):
+            return SlotsInPlace()
+        most = sum(min(memory.device.slots, memory.host.slots) for _, memory in ours)
+        numbers = min(max(LEAST_RING, 4 * most), MOST_RING)
+        try:
+            return SlotRing(ours[0][1].device.device, numbers)
+        except DeviceError as error:
+            for pool, _ in ours:
+                pool.drop(CopyPath.KERNEL, error)
+            return SlotsInPlace()
 
     @property
     def choice(self) -> dict[Direction, str]:
@@ -130,55 +162,68 @@ class PageCopier:
             return dict.fromkeys(_BETWEEN_TIERS, self._force.value)
         return {direction: self.table.summary(direction) for direction in _BETWEEN_TIERS}
 
-    def prepare(self, plan: TransferPlan) -> dict[str, PoolCopies]:
-        """The copies of one plan by pool, for `enqueue`."""
-        copies = {pool: self._copies(plan, pool) for pool in plan.runs}
+    def prepare(self, plan: TransferPlan) -> PlanCopies:
+        """The copies of one plan, for `enqueue`. It takes as long for many pages as for few."""
+        copies = PlanCopies(plan, self._pools, self.table, self._slots, self._chunk_bytes)
         if plan.direction is not Direction.FORK:
-            for pool, of_pool in copies.items():
-                self.nbytes[pool][of_pool.path] += of_pool.nbytes
+            for pool, path in copies.paths.items():
+                pages = len(plan.columns[pool][0])
+                self.nbytes[pool][path] += pages * self._pools[pool].page_bytes
+        batched = tuple(pool for pool, path in copies.paths.items() if path is CopyPath.BATCH)
+        if batched:
+            layout = self._layout(plan, batched)
+            copies.table = LaunchTable(layout, copies.pages, self._chunk_bytes, self._keep)
         return copies
 
-    def enqueue(self, stream: Stream, copies: Mapping[str, PoolCopies], layers: range) -> None:
-        """Enqueue the copies of some layers of the model, in launches of at most a chunk.
+    def _layout(self, plan: TransferPlan, pools: tuple[str, ...]) -> TableLayout:
+        key = plan.direction, pools, plan.groups
+        layout = self._layouts.get(key)
+        if layout is None:
+            tensors = [one for pool in pools for one in self._pools[pool].tensors(plan.direction)]
+            if len(self._layouts) >= MOST_LAYOUTS:  # sizes of loads make few different groups
+                self._layouts.clear()
+            layout = self._layouts[key] = TableLayout.of(tensors, plan.groups, self._chunk_bytes)
+        return layout
+
+    def enqueue(self, stream: Stream, copies: PlanCopies, layers: range) -> None:
+        """Enqueue the copies of a group of layers, in launches of at most a chunk; groups come in order.
 
         Raises:
             CallRefusedError: the device refused one of them. No later plan takes its path.
         """
         held: list[SizedCopy] = []
-        for copy in self._of_layers(copies, layers):
-            if held and sum(one.nbytes for one in held) + copy.nbytes > self._chunk_bytes:
+        nbytes = 0
+        for copy in copies.of_group(layers, stream.handle):
+            if held and nbytes + copy.nbytes > self._chunk_bytes:
                 _launch(stream, held)
-                held = []
+                held, nbytes = [], 0
             held.append(copy)
+            nbytes += copy.nbytes
+            if copy.at_once:
+                _launch(stream, held)
+                held, nbytes = [], 0
         if held:
             _launch(stream, held)
 
-    def _of_layers(self, copies: Mapping[str, PoolCopies], layers: range) -> Iterator[SizedCopy]:
-        for pool, of_pool in copies.items():
-            parts = list(tensor_parts(self._pools[pool].spec, layers))
-            if parts:
-                yield from of_pool.of_layers(layers, parts, self._chunk_bytes)
-
     def path(self, plan: TransferPlan, pool: str) -> CopyPath:
         """The path that the pages of a pool take in a plan."""
-        return self._copies(plan, pool).path
-
-    def _copies(self, plan: TransferPlan, pool: str) -> PoolCopies:
-        return PoolCopies(self._pools[pool], plan.direction, plan.runs[pool], self.table)
+        return self.prepare(plan).paths[pool]
 
 
 def _launch(stream: Stream, copies: Sequence[SizedCopy]) -> None:
+    begun: list[SizedCopy] = []
     try:
-        stream.launch(partial(_run_all, copies))
-    except CallRefusedError:
-        for copy in copies:
-            copy.of.drop_failed_path()
+        stream.launch(partial(_run_all, copies, begun))
+    except CallRefusedError as error:
+        for pool in begun[-1].pools:
+            pool.drop(begun[-1].path, error.__cause__ or error)
         raise
 
 
-def _run_all(copies: Sequence[SizedCopy]) -> None:
+def _run_all(copies: Sequence[SizedCopy], begun: list[SizedCopy]) -> None:
     for copy in copies:
-        copy.run()
+        begun.append(copy)
+        copy.call()
 
 
 class _Pool:
@@ -186,7 +231,6 @@ class _Pool:
 
     def __init__(self, name: str, memory: PoolMemory, force: CopyPath | None) -> None:
         self._name = name
-        self._warned = False
         self.items = memory.items()
         self.spec = spec = memory.device.copy_spec
         page_size = memory.device.page_size
@@ -199,10 +243,15 @@ class _Pool:
             Direction.BACKUP: list(zip(device, host, strict=True)),
             Direction.FORK: list(zip(device, device, strict=True)),
         }
-        self._geometry: dict[tuple[Direction, int], RunGeometry] = {}
         self.tokens = any(items.shape[2] > 1 for items in host)
         self.pieces = PieceCount.of(self.ends[Direction.LOAD])
+        runs = Counter[int]()
+        for row in self.items.rows:
+            runs[row.layer] += host[row.tensor].shape[2]
+        self.first_pages = max(1, FIRST_RUNS // max(runs.values()))
         self._host = memory.host
+        self._spans: dict[range, tuple[range, int]] = {}
+        self._chosen: dict[tuple[RunShape, bool], CopyPath] = {}
         self.methods = CopyMethods()
         if memory.host.slots:  # without any, nothing is ever copied between the tiers
             self.methods = copy_methods(self.items, pinned=memory.host.pinned)
@@ -214,26 +263,25 @@ class _Pool:
                 f"{self.methods.lacking[force.value]}"
             )
 
-    def geometry(self, direction: Direction, tensor: int) -> RunGeometry:
-        if (direction, tensor) not in self._geometry:
-            self._geometry[direction, tensor] = RunGeometry(*self.ends[direction][tensor])
-        return self._geometry[direction, tensor]
+    def tensors(self, direction: Direction) -> Iterator[TableTensor]:
+        for tensor, ends in zip(self.spec.tensors, self.ends[direction], strict=True):
+            yield TableTensor(self._name, tensor.layers, *ends)
+
+    def span(self, layers: range) -> tuple[range, int]:
+        """Rows of the pool's items, and bytes of a page in them."""
+        if layers not in self._spans:
+            parts = tensor_parts(self.spec, layers)
+            nbytes = sum((part.stop - part.start) * self.item_bytes[part.tensor] for part in parts)
+            self._spans[layers] = self.items.span(layers.start, layers.stop), nbytes
+        return self._spans[layers]
 
     def within_registrations(self, direction: Direction, runs: Slots) -> Slots:
         """The same pages in runs that CUDA can copy: none spans two registrations of host memory."""
         host = self._host
-        if direction is Direction.FORK or host.step_bytes >= host.memory.nbytes or not self.pieces.of_runs:
+        if direction is Direction.FORK or host.step_bytes >= host.memory.nbytes:
             return runs
         side = 0 if direction is Direction.LOAD else 1
         return split_runs(runs, side, host.step_bytes, host.layout.slot_bytes)
-
-    def warn_once(self, error: Exception) -> None:
-        """Log the first time that the GPU has no room."""
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "pool %s: copies by kernel go plainly while there is no room: %s", self._name, error
-            )
 
     @property
     def available(self) -> list[CopyPath]:
@@ -244,123 +292,142 @@ class _Pool:
             found.append(CopyPath.BATCH)
         return [path for path in found if path not in self._refused]
 
-    def drop(self, path: CopyPath, error: Exception) -> None:
+    def choose(self, table: PathTable, shape: RunShape, *, kernels: bool) -> CopyPath:
+        """
+        Args:
+            table: rates.
+            shape: of the runs.
+            kernels: whether a kernel may be chosen.
+        """
+        key = shape, kernels
+        if key not in self._chosen:
+            among = [path for path in self.available if kernels or path is not CopyPath.KERNEL]
+            self._chosen[key] = self.force if self.force in among else table.choose(shape, among)
+        return self._chosen[key]
+
+    def drop(self, path: CopyPath, error: BaseException) -> None:
         """The device refused a copy by a path: later ones take another. Plain copies are the last resort."""
         if path is not CopyPath.PLAIN and path not in self._refused:
             self._refused.add(path)
+            self._chosen.clear()
             logger.warning("pool %s: no more copies by %s: %s", self._name, path.value, error)
 
 
-class PoolCopies:
-    """The copies of one pool in one plan.
+class PlanCopies:
+    """The copies of one plan.
 
     Attributes:
-        path: how they are copied.
-        nbytes: bytes in all.
-        failed: what the last part of them that was not enqueued raised.
+        paths: by pool, how they are copied.
+        pages: by pool.
+        table: the runs of what is copied in batches; None if nothing is.
     """
 
-    def __init__(self, pool: _Pool, direction: Direction, runs: Slots, table: PathTable) -> None:
-        self._pool = pool
-        self._direction = direction
-        self._runs = runs = pool.within_registrations(direction, runs)
-        self._ends = pool.ends[direction]
-        self._sides: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._layers: dict[int, LayerRuns] = {}
-        self.nbytes = pool.page_bytes * int(runs[:, 2].sum())
-        self.path = self._choose(table)
-        self.failed: Exception | None = None
+    def __init__(
+        self,
+        plan: TransferPlan,
+        pools: Mapping[str, _Pool],
+        rates: PathTable,
+        slots: SlotsInPlace | SlotRing,
+        chunk_bytes: int,
+    ) -> None:
+        self._direction = plan.direction
+        self._pools = {pool: pools[pool] for pool in plan.columns}
+        self._columns = plan.columns
+        self._rates = rates
+        self._chunk_bytes = chunk_bytes
+        self.table: LaunchTable | None = None
+        self.pages = {name: self._pages(pool, *plan.columns[name]) for name, pool in self._pools.items()}
+        self.paths = {name: self._choose(name, kernels=True) for name in self._pools}
+        self._region: SlotRegion | None = None
+        self._addresses: dict[str, list[int]] = {}
+        by_kernel = self._by(CopyPath.KERNEL)
+        if by_kernel:
+            self._region = slots.reserve(2 * sum(len(plan.columns[name][0]) for name in by_kernel))
+        if self._region is None:
+            self.paths.update({name: self._choose(name, kernels=False) for name in by_kernel})
+        self._batched = [self._pools[name] for name in self._by(CopyPath.BATCH)]
 
-    def drop_failed_path(self) -> None:
-        """If a part was refused, no later plan takes this path."""
-        if self.failed is not None:
-            self._pool.drop(self.path, self.failed)
+    def _by(self, path: CopyPath) -> list[str]:
+        return [name for name, chosen in self.paths.items() if chosen is path]
 
-    def of_layers(self, layers: range, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[SizedCopy]:
-        """The copies of some layers of the model; `parts`: the same by tensor."""
-        match self.path:
-            case CopyPath.BATCH:
-                return self._batches(parts, chunk_bytes)
-            case CopyPath.KERNEL:
-                return self._launches(layers, parts, chunk_bytes)
-            case CopyPath.PLAIN:
-                return self._plain(parts, chunk_bytes)
+    def _pages(self, pool: _Pool, sources: Slots, destinations: Slots) -> PlanPages:
+        bounded = partial(pool.within_registrations, self._direction)
+        first = max(1, pool.first_pages // len(self._pools))
+        return PlanPages(sources, destinations, first, self._chunk_bytes, bounded)
 
-    def _choose(self, table: PathTable) -> CopyPath:
-        pool = self._pool
+    def _choose(self, name: str, *, kernels: bool) -> CopyPath:
+        """By the length of runs: a guess by the first pages where it depends on which slots follow others."""
         if self._direction is Direction.FORK:
             return CopyPath.PLAIN
-        if pool.force in pool.available:
-            return pool.force
-        count = pool.pieces.count(self._runs)
-        among = [path for path in pool.available if path is not CopyPath.KERNEL or count >= KERNEL_PIECES]
-        return table.choose(RunShape(self._direction, pool.tokens, self.nbytes // max(1, count)), among)
+        pool, pages, count = self._pools[name], self.pages[name], len(self._columns[name][0])
+        pieces = pool.pieces.of_slots * count
+        if pool.pieces.of_runs:
+            runs, of = len(pages.slot_runs(0)), len(pages.pieces[0][0])
+            pieces += pool.pieces.of_runs * max(1, runs * count // of)
+        shape = RunShape(self._direction, pool.tokens, pool.page_bytes * count // max(1, pieces))
+        forced = pool.force is CopyPath.KERNEL
+        return pool.choose(self._rates, shape, kernels=kernels and (forced or pieces >= KERNEL_PIECES))
 
-    def _batches(self, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[SizedCopy]:
-        copy = self._pool.methods.batch
-        assert copy is not None, "a path that is not there is not chosen"
-        batches = [self._layer_runs(part, chunk_bytes).batch(part.start, part.stop) for part in parts]
-        for batch in RunBatch.join(batches).cut(chunk_bytes):
-            yield SizedCopy(self, batch.nbytes, partial(copy, batch))
+    def of_group(self, layers: range, stream: int) -> Iterator[SizedCopy]:
+        """The copies of a group of layers of the model.
 
-    def _layer_runs(self, part: TensorPart, chunk_bytes: int) -> LayerRuns:
-        """The runs of a tensor, which are the same in every layer and so are computed once per plan."""
-        tensor = self._pool.index[part.tensor]
-        if tensor not in self._layers:
-            runs = cut_runs(self._runs, max(1, chunk_bytes // self._item_bytes(part)))
-            self._layers[tensor] = self._pool.geometry(self._direction, tensor).runs(runs)
-        return self._layers[tensor]
+        Args:
+            layers: one of the plan's groups, in order.
+            stream: its handle.
+        """
+        if self.table is not None:
+            copy = self._batched[0].methods.batch
+            assert copy is not None, "a path that is not there is not chosen"
+            for batch in self.table.batches(layers.start):
+                call, at_once = partial(copy, batch, stream), batch is self.table.head
+                yield SizedCopy(self._batched, CopyPath.BATCH, batch.nbytes, call, at_once)
+        for name, pool in self._pools.items():
+            if self.paths[name] is CopyPath.KERNEL:
+                yield from self._launches(name, pool, layers, stream)
+            elif self.paths[name] is CopyPath.PLAIN:
+                yield from self._plain(name, pool, layers)
 
-    def _launches(self, layers: range, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[SizedCopy]:
-        kernels = self._pool.methods.kernels
+    def _launches(self, name: str, pool: _Pool, layers: range, stream: int) -> Iterator[SizedCopy]:
+        rows, nbytes = pool.span(layers)
+        if rows:
+            pages = len(self._columns[name][0])
+            step = max(1, self._chunk_bytes // nbytes)
+            for start in range(0, pages, step):
+                count = min(step, pages - start)
+                call = partial(self._by_kernel, name, rows, start, count, stream)
+                yield SizedCopy([pool], CopyPath.KERNEL, nbytes * count, call)
+
+    def _by_kernel(self, name: str, rows: range, start: int, count: int, stream: int) -> None:
+        addresses = self._addresses or self._upload(stream)
+        kernels = self._pools[name].methods.kernels
         assert kernels is not None, "a path that is not there is not chosen"
-        rows = self._pool.items.span(layers.start, layers.stop)
-        item_bytes = sum((part.stop - part.start) * self._item_bytes(part) for part in parts)
-        step = max(1, chunk_bytes // item_bytes)
-        for start in range(0, int(self._runs[:, 2].sum()), step):
-            call = partial(self._by_kernel, kernels, rows, parts, slice(start, start + step))
-            yield SizedCopy(self, item_bytes * step, call)
+        load = self._direction is Direction.LOAD
+        host, device = addresses[name] if load else reversed(addresses[name])
+        kernels.copy(rows, host + 8 * start, device + 8 * start, count, to_device=load, stream=stream)
 
-    def _by_kernel(
-        self, kernels: PageKernels, rows: range, parts: Sequence[TensorPart], pages: slice
-    ) -> None:
-        """Copy by kernel; by plain copies if a full GPU has no room for the slot numbers."""
-        try:
-            sides = self._sides = self._sides or self._upload(kernels)
-        except torch.OutOfMemoryError as error:
-            self._pool.warn_once(error)
-            self._without_room(parts, pages)
-            return
-        sources, destinations = (side[pages] for side in sides)
-        if self._direction is Direction.LOAD:
-            kernels.scatter(rows, sources, destinations, checked=True)
-        else:
-            kernels.gather(rows, sources, destinations, checked=True)
+    def _upload(self, stream: int) -> dict[str, list[int]]:
+        """The slots on the device, those of all pools together; once per plan, in the order of its stream."""
+        assert self._region is not None, "else no kernel is chosen"
+        names = self._by(CopyPath.KERNEL)
+        found = self._region.upload([side for name in names for side in self._columns[name]], stream)
+        self._addresses = {name: found[2 * i : 2 * i + 2] for i, name in enumerate(names)}
+        return self._addresses
 
-    def _upload(self, kernels: PageKernels) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slots on the device; once per plan, in the order of its stream."""
-        sources, destinations = map(torch.from_numpy, expand_runs(self._runs))
-        return kernels.upload(sources), kernels.upload(destinations)
+    def _plain(self, name: str, pool: _Pool, layers: range) -> Iterator[SizedCopy]:
+        pages = self.pages[name]
+        for part in tensor_parts(pool.spec, layers):
+            source, destination = pool.ends[self._direction][pool.index[part.tensor]]
+            item_bytes = pool.item_bytes[part.tensor]
+            for number in range(len(pages.pieces)):
+                for piece in pieces(part, pages.slot_runs(number), item_bytes, self._chunk_bytes):
+                    some = slice(piece.start, piece.stop)
+                    call = partial(_copy_runs, source[some], destination[some], piece.runs)
+                    yield SizedCopy([pool], CopyPath.PLAIN, piece.items * item_bytes, call)
 
-    def _without_room(self, parts: Sequence[TensorPart], pages: slice) -> None:
-        sources, destinations = (side[pages] for side in expand_runs(self._runs))
-        runs = np.stack((sources, destinations, np.ones_like(sources)), axis=1)
-        for part in parts:
-            layers = slice(part.start, part.stop)
-            source, destination = self._ends[self._pool.index[part.tensor]]
-            _copy_runs(source[layers], destination[layers], runs)
-
-    def _plain(self, parts: Sequence[TensorPart], chunk_bytes: int) -> Iterator[SizedCopy]:
-        for part in parts:
-            source, destination = self._ends[self._pool.index[part.tensor]]
-            item_bytes = self._item_bytes(part)
-            for piece in pieces(part, self._runs, item_bytes, chunk_bytes):
-                layers = slice(piece.start, piece.stop)
-                call = partial(_copy_runs, source[layers], destination[layers], piece.runs)
-                yield SizedCopy(self, piece.items * item_bytes, call)
-
-    def _item_bytes(self, part: TensorPart) -> int:
-        return self._pool.item_bytes[part.tensor]
+    def end(self, event: Event | None) -> None:
+        """Nothing more is enqueued, and all has run once `event` is reached, or by now."""
+        if self._region is not None:
+            self._region.end(event)
 
 
 def _copy_runs(source: torch.Tensor, destination: torch.Tensor, runs: Slots) -> None:
@@ -408,19 +475,6 @@ def pieces(part: TensorPart, runs: Slots, item_bytes: int, chunk_bytes: int) -> 
         most = max(1, chunk_bytes // (item_bytes * (stop - start)))
         for some in _batches(cut_runs(runs, most), most):
             yield CopyPiece(start, stop, some)
-
-
-def cut_runs(runs: Slots, most: int) -> Slots:
-    """The same pages in runs of at most `most` slots."""
-    counts = runs[:, 2]
-    if counts.max(initial=0) <= most:
-        return runs
-    parts = -(-counts // most)
-    cut = np.repeat(runs, parts, axis=0)
-    offsets = most * (np.arange(len(cut)) - np.repeat(np.cumsum(parts) - parts, parts))
-    cut[:, :2] += offsets[:, None]
-    cut[:, 2] = np.minimum(most, cut[:, 2] - offsets)
-    return cut
 
 
 def split_runs(runs: Slots, side: int, step_bytes: int, slot_bytes: int) -> Slots:

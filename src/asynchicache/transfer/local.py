@@ -28,9 +28,9 @@ from asynchicache.ports import Port
 from asynchicache.streams.base import Device, Event, Stream
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.audit import AuditSample, AuditStatistics, PageAudit
-from asynchicache.transfer.copies import PageCopier, PoolMemory
+from asynchicache.transfer.copies import PageCopier, PlanCopies, PoolMemory
 from asynchicache.transfer.paths import CopyPath, PathTable
-from asynchicache.transfer.plan import CacheOperation, Direction, check_slots, slot_array
+from asynchicache.transfer.plan import CacheOperation, Direction, TransferPlan, check_slots, slot_array
 from asynchicache.transfer.record import (
     Done,
     InFlightOperations,
@@ -299,14 +299,19 @@ class LocalTransfers:
             begun: called on the loop once the first of several groups is enqueued, for tasks that wait for
                 the first layers while others are being enqueued.
         """
-        stream = self._streams[record.direction]
+        stream, copies = self._streams[record.direction], None
         try:
             self._wait_for_dependencies(record, stream)
-            self._enqueue_groups(record, stream, begun)
+            if record.plan is None:
+                raise record.error or TransferError("there is no plan")
+            copies = self._copier.prepare(record.plan)
+            self._enqueue_groups(record, record.plan, copies, stream, begun)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread
             record.error = error
             self._abandon(record, stream, error)
         finally:
+            if copies is not None:
+                copies.end(record.last_event)
             record.release()
 
     def _wait_for_dependencies(self, record: TransferRecord, stream: Stream) -> None:
@@ -326,11 +331,14 @@ class LocalTransfers:
             if last is not None and other.direction is not record.direction:
                 stream.wait_event(last)
 
-    def _enqueue_groups(self, record: TransferRecord, stream: Stream, begun: Callable[[], object]) -> None:
-        plan = record.plan
-        if plan is None:
-            raise record.error or TransferError("there is no plan")
-        copies = self._copier.prepare(plan)
+    def _enqueue_groups(
+        self,
+        record: TransferRecord,
+        plan: TransferPlan,
+        copies: PlanCopies,
+        stream: Stream,
+        begun: Callable[[], object],
+    ) -> None:
         last = len(plan.groups) - 1
         with stream.current():
             sample = self.audit.choose(plan) if self.audit else None  # here: it allocates

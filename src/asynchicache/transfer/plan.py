@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -91,7 +92,8 @@ class CacheOperation(msgspec.Struct, frozen=True):
         return columns_of([self])
 
 
-class PoolShape(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class PoolShape:
     """Shape and size of one pool, as plans need it.
 
     Attributes:
@@ -105,6 +107,15 @@ class PoolShape(NamedTuple):
     page_size: int
     device_slots: int
     host_slots: int
+
+    @cached_property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of one page in each layer of the model up to the pool's last."""
+        sizes = [0] * (1 + max(tensor.layers[-1] for tensor in self.spec.tensors))
+        for tensor in self.spec.tensors:
+            for layer in tensor.layers:
+                sizes[layer] += self.spec.item_bytes(tensor, self.page_size)
+        return tuple(sizes)
 
     def capacity(self, tier: Tier) -> int:
         return self.device_slots if tier is Tier.DEVICE else self.host_slots
@@ -124,8 +135,7 @@ class TransferPlan:
 
     Attributes:
         direction: theirs.
-        runs: by pool, int64 `[runs, 3]` of (first source slot, first destination slot, slots), the
-            same for all tensors and layers.
+        columns: slots by pool, the same for all tensors and layers.
         groups: layers of the model that are copied together and become visible together, in order; together
             they hold every layer.
         last_groups: by operation, the index of the last group that holds bytes of it.
@@ -133,7 +143,7 @@ class TransferPlan:
     """
 
     direction: Direction
-    runs: Mapping[str, Slots]
+    columns: Columns
     groups: tuple[range, ...]
     last_groups: tuple[int, ...]
     nbytes: int
@@ -168,17 +178,25 @@ def merge(
     for pool, (sources, destinations) in columns.items():
         check_slots(pool, direction.source, sources, pools)
         check_slots(pool, direction.destination, destinations, pools)
+        _check_independent(direction, pool, sources, np.sort(destinations))
+    return plan_of(operations, columns, pools, layers, group_bytes)
+
+
+def plan_of(
+    operations: Sequence[CacheOperation],
+    columns: Columns,
+    pools: Mapping[str, PoolShape],
+    layers: int,
+    group_bytes: int | None,
+) -> TransferPlan:
+    """`merge` of operations that are known to be valid and independent; `columns` are theirs. Many pages take
+    no longer than few."""
     pages = {pool: len(sources) for pool, (sources, _) in columns.items()}
     sizes = _layer_bytes(pages, pools, layers)
-    groups = tuple(range(*bounds) for bounds in pairwise(_group_bounds(sizes, group_bytes)))
+    groups = _groups(_group_bounds(sizes, group_bytes))
+    last = {pool: _group_of(groups, len(pools[pool].layer_bytes) - 1) for pool in pages}
     return TransferPlan(
-        direction=direction,
-        runs={pool: _runs(direction, pool, *slots) for pool, slots in columns.items()},
-        groups=groups,
-        last_groups=_last_groups(
-            operations, {pool: _group_of(groups, _last_layer(pools[pool])) for pool in pages}
-        ),
-        nbytes=sum(sizes),
+        operations[0].direction, columns, groups, _last_groups(operations, last), nbytes=sum(sizes)
     )
 
 
@@ -306,11 +324,15 @@ def columns_of(operations: Sequence[CacheOperation]) -> Columns:
                 by_pool.setdefault(transfer.pool, []).append(transfer)
     return {
         pool: (
-            np.concatenate([slot_numbers(transfer.sources) for transfer in transfers]),
-            np.concatenate([slot_numbers(transfer.destinations) for transfer in transfers]),
+            _joined([slot_numbers(transfer.sources) for transfer in transfers]),
+            _joined([slot_numbers(transfer.destinations) for transfer in transfers]),
         )
         for pool, transfers in by_pool.items()
     }
+
+
+def _joined(columns: Sequence[Slots]) -> Slots:
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
 def _check_independent(direction: Direction, pool: str, sources: Slots, destinations: Slots) -> None:
@@ -332,25 +354,23 @@ def _common_direction(operations: Sequence[CacheOperation]) -> Direction:
     return directions.pop()
 
 
-def _runs(direction: Direction, pool: str, sources: Slots, destinations: Slots) -> Slots:
-    """Slots in runs that are contiguous on both sides, ascending by destination; `[runs, 3]`."""
-    if len(sources) <= FEW_SLOTS and direction is not Direction.FORK:
-        return _few_runs(direction, pool, sources, destinations)
+def runs_of(sources: Slots, destinations: Slots) -> Slots:
+    """Slots in runs that are contiguous on both sides, ascending by destination: int64 `[runs, 3]` of (first
+    source slot, first destination slot, slots)."""
+    if len(sources) <= FEW_SLOTS:
+        return _few_runs(sources, destinations)
     order = np.argsort(destinations)
     sources, destinations = sources[order], destinations[order]
-    _check_independent(direction, pool, sources, destinations)
     breaks = np.flatnonzero((np.diff(destinations) != 1) | (np.diff(sources) != 1)) + 1
     starts = np.concatenate([[0], breaks])
     counts = np.diff(starts, append=len(sources))
     return np.stack([sources[starts], destinations[starts], counts], axis=1)
 
 
-def _few_runs(direction: Direction, pool: str, sources: Slots, destinations: Slots) -> Slots:
+def _few_runs(sources: Slots, destinations: Slots) -> Slots:
     runs: list[list[int]] = []
     source_end = destination_end = -1
     for destination, source in sorted(zip(destinations.tolist(), sources.tolist(), strict=True)):
-        if destination < destination_end:
-            _check_independent(direction, pool, sources, np.sort(destinations))
         if (source, destination) == (source_end, destination_end):
             runs[-1][2] += 1
         else:
@@ -365,15 +385,12 @@ def _few_runs(direction: Direction, pool: str, sources: Slots, destinations: Slo
 def _layer_bytes(pages: Mapping[str, int], pools: Mapping[str, PoolShape], layers: int) -> list[int]:
     sizes = [0] * layers
     for pool, count in pages.items():
-        extent = pools[pool]
-        for tensor in extent.spec.tensors:
-            item = extent.spec.item_bytes(tensor, extent.page_size)
-            for layer in tensor.layers:
-                sizes[layer] += item * count
+        for layer, nbytes in enumerate(pools[pool].layer_bytes):
+            sizes[layer] += nbytes * count
     return sizes
 
 
-def _group_bounds(sizes: Sequence[int], group_bytes: int | None) -> list[int]:
+def _group_bounds(sizes: Sequence[int], group_bytes: int | None) -> tuple[int, ...]:
     """The first layer of each group, and `len(sizes)` at the end. No group ends at a layer without bytes."""
     bounds, held, moved = [0], 0, 0
     total = sum(sizes)
@@ -386,7 +403,12 @@ def _group_bounds(sizes: Sequence[int], group_bytes: int | None) -> list[int]:
         if worth and moved < total:
             bounds.append(layer + 1)
             held = 0
-    return [*bounds, len(sizes)]
+    return (*bounds, len(sizes))
+
+
+@lru_cache(maxsize=256)
+def _groups(bounds: tuple[int, ...]) -> tuple[range, ...]:
+    return tuple(range(*pair) for pair in pairwise(bounds))
 
 
 def tensor_parts(spec: PoolSpec, layers: range) -> Iterator[TensorPart]:
@@ -395,10 +417,6 @@ def tensor_parts(spec: PoolSpec, layers: range) -> Iterator[TensorPart]:
         first, last = bisect_left(tensor.layers, layers.start), bisect_left(tensor.layers, layers.stop)
         if first < last:
             yield TensorPart(tensor.name, first, last)
-
-
-def _last_layer(extent: PoolShape) -> int:
-    return max(tensor.layers[-1] for tensor in extent.spec.tensors)
 
 
 def _group_of(groups: Sequence[range], layer: int) -> int:

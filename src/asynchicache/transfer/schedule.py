@@ -19,7 +19,7 @@ from asynchicache.transfer.plan import (
     PoolShape,
     Slots,
     columns_of,
-    merge,
+    plan_of,
     slot_numbers,
 )
 from asynchicache.transfer.record import Submission, TransferRecord
@@ -234,7 +234,7 @@ class Scheduler:
         self._live[record.number] = record
         group_bytes = self.group_bytes if direction is Direction.LOAD else None
         try:
-            record.start(merge(operations, self._extents, self._layers, group_bytes))
+            record.start(plan_of(operations, columns, self._extents, self._layers, group_bytes))
         except CacheError as error:
             record.error = error
         return record

@@ -60,9 +60,9 @@ class PlainMemory:
         rng, there = random.Random(seed), self.nbytes // run_bytes
         number = min(MAX_SINGLES, there)
         order = [np.array(rng.sample(range(there), number), np.int64) * run_bytes for _ in range(2)]
-        return RunBatch(
-            order[0] + self.source.data_ptr(),
+        return RunBatch.of(
             order[1] + self.destination.data_ptr(),
+            order[0] + self.source.data_ptr(),
             np.full(number, run_bytes, np.int64),
             (self.source, self.destination),
         )

@@ -216,6 +216,10 @@ class ChaosStream:
     def name(self) -> str:
         return self.inner.name
 
+    @property
+    def handle(self) -> int:
+        return self.inner.handle
+
     def launch(self, work: Callable[[], object]) -> None:
         self.inner.launch(self._device.spoil(work, self.name))
 

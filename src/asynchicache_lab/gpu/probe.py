@@ -30,7 +30,7 @@ from asynchicache.kernels.select import copy_methods
 from asynchicache.pools.slabs import Pinner, Slab
 from asynchicache_lab.gpu.rows import Deadline, tell
 
-CHUNK_BYTES, MAX_RUNS = 32 << 20, 4096  # of one call, as transfers make them
+CHUNK_BYTES, MAX_RUNS = 32 << 20, 1024  # of one call, as transfers make them
 CALLS = 400
 RUNS = (2 << 10, 64 << 10, 16 << 10, 256 << 10, 128, 512, 4 << 10, 8 << 10, 32 << 10, 1 << 20)
 """Bytes of a run, the most telling first."""
@@ -272,10 +272,15 @@ class Runs:
         kernels = copy_methods(items, pinned=True).kernels
         if kernels is None:
             return None
-        slots = [kernels.upload(torch.randperm(shape[1])) for _ in "12"]
-        copy = kernels.scatter if self.load else kernels.gather
+        slots = [torch.randperm(shape[1]).to(self.there.device) for _ in "12"]
         self.machine.settle()
-        return partial(copy, range(1), *slots, checked=True)
+
+        def enqueue() -> None:
+            ours, theirs = (side.data_ptr() for side in slots)
+            stream = self.machine.handle().value or 0
+            kernels.copy(range(1), ours, theirs, shape[1], to_device=self.load, stream=stream)
+
+        return enqueue
 
 
 def calls(machine: Machine, end: Deadline) -> None:
