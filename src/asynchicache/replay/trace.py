@@ -350,15 +350,25 @@ def _renumber(starts: _Array, counts: _Array) -> int:
     """
     order = np.argsort(starts)
     begins = starts[order]
-    lasts = begins + counts[order] - np.uint64(1)  # the id behind the last may not have 64 bits
+    lasts = counts[order].astype(np.uint64)
     del order
+    lasts += begins
+    lasts -= np.uint64(1)  # the id behind the last may not have 64 bits
     np.maximum.accumulate(lasts, out=lasts)
     gaps = (begins[1:] > lasts[:-1]) & (begins[1:] - lasts[:-1] > 1)
-    # The union of the runs: intervals with gaps between them, and the new number of the first id of each.
-    begins, lasts = begins[np.append(True, gaps)], lasts[np.append(gaps, True)]
-    firsts = np.concatenate(([np.uint64(0)], np.cumsum(lasts - begins + np.uint64(1))))
+    # The union of the runs: intervals with gaps between them, and what is added to the ids in each.
+    begins = begins[np.append(True, gaps)]
+    lengths = lasts[np.append(gaps, True)]
+    del lasts, gaps
+    lengths -= begins
+    lengths += np.uint64(1)
+    added = np.cumsum(lengths)
+    blocks = int(added[-1])
+    added -= lengths
+    added -= begins  # modulo 2 ** 64
+    del lengths
     for at in range(0, len(starts), _RUNS_AT_ONCE):
         part = starts[at : at + _RUNS_AT_ONCE]
         places = np.searchsorted(begins, part, side="right") - 1
-        part += firsts[places] - begins[places]  # modulo 2 ** 64
-    return int(firsts[-1])
+        part += added[places]
+    return blocks
