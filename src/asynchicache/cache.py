@@ -156,7 +156,7 @@ class BaseCache(Generic[RequestKind]):
     @property
     def tails(self) -> bool:
         """Whether prefixes may end inside a page: the option is on, and the model allows it."""
-        return self._parts.planner.state.tails
+        return self._parts.planner.inventory.tails
 
     def request(
         self,
@@ -277,7 +277,7 @@ class BaseCache(Generic[RequestKind]):
             raise ConfigError(f"trace {str(path)!r} is being recorded: await recorder.aclose() first")
         recorder = TraceRecorder(
             path,
-            page_keys=self._parts.planner.state.page_keys,
+            page_keys=self._parts.planner.inventory.page_keys,
             block_size=self.spec.page_size,
             port=self._parts.port,
             salt=salt,
@@ -494,7 +494,7 @@ class BaseCache(Generic[RequestKind]):
         self._parts.executor.loop.check()
         found, group = self.verify(idle=idle), self._group
         if group is not None:
-            found += await group.verify(self._parts.planner.state.free_slots(), idle=idle)
+            found += await group.verify(self._parts.planner.inventory.free_slots(), idle=idle)
         return found
 
     def prefixes(self, *, limit: int = 20) -> list[PrefixOutline]:
@@ -502,7 +502,7 @@ class BaseCache(Generic[RequestKind]):
 
         Looks at the top of the tree only, so its cost is bounded.
         """
-        return outline(self._parts.planner.state.tree.roots.values(), limit)
+        return outline(self._parts.planner.inventory.tree.roots.values(), limit)
 
     def inspect(self) -> Inspection:
         """The inside of this cache, for tests that look for bugs; it may change with any version."""
@@ -513,10 +513,10 @@ class BaseCache(Generic[RequestKind]):
         return collect_statistics(self._parts, group)
 
     def __repr__(self) -> str:
-        executor, state = self._parts.executor, self._parts.planner.state
+        executor, inventory = self._parts.executor, self._parts.planner.inventory
         word = "closed" if executor.stopped else "closing" if executor.closing else "open"
         failed = "" if executor.failure is None else f", device failed: {executor.failure}"
-        kind, held = type(self).__name__, f"{len(state.requests)} requests, {state.free}"
+        kind, held = type(self).__name__, f"{len(inventory.requests)} requests, {inventory.free}"
         return f"<{kind} {word}, {self.spec.model}, {held}{failed}>"
 
 

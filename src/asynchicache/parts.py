@@ -125,7 +125,7 @@ async def open_parts(
     slots, plan = await _agreed_slots(spec, config, free_memory(device), pages, port, group)
     memories, on_host = await _allocate(spec, slots, plan, opened, config.host_layout, engine, group)
     planner = _planner(spec, slots, config, pages, on_host, decides=group is not None or config.ranks == 1)
-    state = planner.state
+    inventory = planner.inventory
     stack.callback(planner.abandon)
     transfers: Transfers
     if isinstance(engine, RemoteCopies):
@@ -134,7 +134,7 @@ async def open_parts(
         opened.close_after(transfers, on_host)
     else:
         transfers = await opened.transfers(memories, spec.layers)
-    stored = StoragePools(state.sharing) if group is None else group.storage(state.sharing)
+    stored = StoragePools(inventory.sharing) if group is None else group.storage(inventory.sharing)
     stack.push_async_callback(stored.aclose)
     if storage is not None or config.storage is not None:
         stored.attach(await attach_storage(spec, config, on_host.pools, storage, port))
@@ -157,8 +157,8 @@ async def open_parts(
         count_namespaces=config.count_namespaces,
     )
     if transfers.audit is not None:
-        state.watch_host(transfers.audit.forget)
-    for growth in growing_pools(spec, on_host, port, state.open_host, state.open_extents):
+        inventory.watch_host(transfers.audit.forget)
+    for growth in growing_pools(spec, on_host, port, inventory.open_host, inventory.open_extents):
         tasks.spawn(growth)
     if group is not None:
         await group.start(executor.fail)
@@ -273,7 +273,7 @@ def _planner(
     """`decides`: no other process must find the same prefixes by itself."""
     options = msgspec.structs.replace(config, tails=config.tails and decides)
     planner = Planner(spec, slots, options, engine_pages=pages, extents=on_host.plan)
-    planner.state.on_move = partial(_move, on_host.pools)
+    planner.inventory.on_move = partial(_move, on_host.pools)
     return planner
 
 

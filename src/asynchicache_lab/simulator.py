@@ -87,7 +87,7 @@ class VirtualCache(InstantCache):
 
     def prefetch(self, request: RequestState) -> None:
         """Read the prefix's stored pages to the host."""
-        reader, names = self.planner.prefetches, self.planner.state.names
+        reader, names = self.planner.prefetches, self.planner.inventory.names
         query = reader.make_query(request.tokens, request.seed)
         if query is None:
             return
@@ -114,7 +114,7 @@ class VirtualCache(InstantCache):
 
     def read(self, read: StorageRead) -> list[Outcome]:
         """Read pages from storage; returns the outcome of each."""
-        pool = self.planner.state.names[read.component_id]
+        pool = self.planner.inventory.names[read.component_id]
         for slot, digest in zip(read.slots, read.digests, strict=True):
             self.memory[pool, Tier.HOST][slot] = self.storage[pool, digest]
         return [Outcome.HIT] * len(read.slots)
@@ -156,7 +156,7 @@ class VirtualCache(InstantCache):
             yield self._device(number), window.first, window.slots
 
     def _device(self, number: int) -> list[bytes]:
-        return self.memory[self.planner.state.names[number], Tier.DEVICE]
+        return self.memory[self.planner.inventory.names[number], Tier.DEVICE]
 
 
 class VirtualRunner:
@@ -177,12 +177,12 @@ class VirtualRunner:
         self._page_size = page_size
         self._interval = interval
         self._tails = tails
-        windows = [component.pages for component in cache.planner.state.tree.windows]
+        windows = [component.pages for component in cache.planner.inventory.tree.windows]
         self._chunk = min(windows, default=WHOLE) * page_size
 
     def problems(self) -> Sequence[str]:
         """Findings of the cache's own check."""
-        return self._planner.state.verify()
+        return self._planner.inventory.verify()
 
     async def run(
         self, history: Transcript, prompt: array[int], output: array[int], *, marks: Iterable[int] = ()

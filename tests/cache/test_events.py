@@ -192,7 +192,7 @@ async def test_iteration_waits_and_ends_with_the_cache():
 
 async def test_nothing_is_computed_while_nobody_listens():
     async with HybridCache.open(SPEC, config()) as cache:
-        tree = cache._parts.planner.state.tree
+        tree = cache._parts.planner.inventory.tree
         engine = Engine(cache)
         await engine.serve(PROMPT)
         assert tree.watcher is None

@@ -126,7 +126,7 @@ class Scene:
         await self.settle()
         occupancy = self.cache.statistics().occupancy
         assert all(tier.held == 0 for tiers in occupancy.values() for tier in tiers), occupancy
-        assert all(free.quarantined == 0 for free in self.cache._parts.planner.state.free)
+        assert all(free.quarantined == 0 for free in self.cache._parts.planner.inventory.free)
 
 
 class Vouching:

@@ -36,7 +36,7 @@ async def survivors(hints: dict[int, CacheHint]) -> list[int]:
             await serve(cache, first, hints.get(first))
         for first in range(5000, 5700, 100):
             await serve(cache, first)
-        match = cache._parts.planner.state.tree.match
+        match = cache._parts.planner.inventory.tree.match
         seed = cache._parts.namespaces.seed(None, None)
         return [
             first
@@ -194,8 +194,8 @@ async def test_whoever_floods_with_hints_leaves_room(pools, config, salts: int):
             hits = [await visit(cache, first, salt="victim") for first in victim]
             assert cache.verify() == []
         assert hits == [16] * 5
-        state = cache._parts.planner.state
-        assert state.hints.share.used <= state.hints.share.most
+        inventory = cache._parts.planner.inventory
+        assert inventory.hints.share.used <= inventory.hints.share.most
     await port.aclose()
 
 
@@ -207,7 +207,7 @@ async def test_what_a_request_generates_counts_for_its_hint():
             for group in (range(first, first + 600, 100),) * 2:
                 for one in group:
                     await visit(cache, one)
-        share = cache._parts.planner.state.hints.share
+        share = cache._parts.planner.inventory.hints.share
         async with cache.request([1], hint=CacheHint(continues=True)) as request:
             await request.load()
             request.extend(4 * 30)

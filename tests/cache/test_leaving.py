@@ -43,7 +43,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 def watched(toy: Any, cache: HybridCache, wrong: list[str]) -> Any:
     """A toy engine that looks, when a forward runs, whether what it writes is still its request's."""
-    free = cache._parts.planner.state.free
+    free = cache._parts.planner.inventory.free
     compute = toy.compute
 
     def look(tokens: Sequence[int], start: int, pages: Sequence[int], state: int) -> None:
@@ -184,7 +184,7 @@ def test_every_stream_that_a_request_was_told_of_is_waited_for(tell: Told) -> No
             request = cache.request([*range(20), 7])
             await tell(cache, request, stream)
             held: list[bool] = []
-            free = cache._parts.planner.state.free[FULL_DEVICE]
+            free = cache._parts.planner.inventory.free[FULL_DEVICE]
             own = request.extend(8)["kv"]
             for one in (stream, other):
                 one.launch(lambda: held.append(all(not free.is_free(slot) for slot in own)))
@@ -207,7 +207,7 @@ def test_a_request_that_was_told_of_no_stream_gives_back_at_once() -> None:
             await request.load()
             own = request.extend(5)["kv"]
             request.close()
-            free = cache._parts.planner.state.free[FULL_DEVICE]
+            free = cache._parts.planner.inventory.free[FULL_DEVICE]
             assert all(free.is_free(slot) for slot in own)
 
     run_seeded(0, main)

@@ -148,7 +148,7 @@ def test_a_read_that_hangs_holds_its_own_slots_and_is_made_once() -> None:
             faults.rates = FaultRates()
             for one in (first, *others, asyncio.create_task(ask(cache, [*TURN, 9]))):
                 assert (await one)[:2] == (0, MissReason.DEADLINE)
-            held = cache._parts.planner.state.free[FULL_HOST].held
+            held = cache._parts.planner.inventory.free[FULL_HOST].held
             assert (held, cache.statistics().storage["kv"].get.pages) == (19, 19)
             faults.release()
             await world.sleep(0.1)  # no wait counts a late call

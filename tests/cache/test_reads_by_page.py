@@ -166,11 +166,13 @@ def test_reads_for_later_requests_that_find_no_room_keep_none(monkeypatch: pytes
         sizes = roomy(SPEC) | {"host_slots": {"kv": 400, "mamba": 1}}
         options = config(**sizes, prefetch=patience("best_effort"))
         async with world.open_cache(SPEC, options, storage=slow(store)) as cache:
-            state = cache._parts.planner.state
-            make_room = state.make_room
+            inventory = cache._parts.planner.inventory
+            make_room = inventory.make_room
             with monkeypatch.context() as patch:
                 states = place_of(1, Tier.HOST)
-                patch.setattr(state, "make_room", lambda place, n: place != states and make_room(place, n))
+                patch.setattr(
+                    inventory, "make_room", lambda place, n: place != states and make_room(place, n)
+                )
                 await asyncio.gather(*(ask(cache, [*prompt, 1]) for prompt in prompts))
                 await cache.drain()
                 await world.sleep(1e-3)

@@ -216,7 +216,7 @@ async def test_storage_that_hangs_for_ever_holds_up_nobody():
 
 
 def _nodes(cache: HybridCache) -> list[Node]:
-    return list(cache._parts.planner.state.tree.nodes())
+    return list(cache._parts.planner.inventory.tree.nodes())
 
 
 async def test_closing_wakes_who_waits_for_room():

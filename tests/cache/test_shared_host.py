@@ -125,7 +125,7 @@ async def test_a_pool_with_a_size_of_its_own_leaves_the_others_together():
 async def test_verify_finds_an_extent_that_was_given_away_too_early(monkeypatch):
     async with HybridCache.open(SPECS[0], config(**sizes(SPECS[0]))) as cache:
         await serve_all(cache, conversations(5, 10))
-        free = cache._parts.planner.state.free[FULL_HOST]
+        free = cache._parts.planner.inventory.free[FULL_HOST]
         assert isinstance(free, ExtentAllocator)
         extent = free.emptiest()[0]
         free.extents.give_back(extent)

@@ -161,7 +161,7 @@ async def test_a_conversation_has_one_end_at_a_time(spec, final):
         for turn in range(5):
             await engine.serve(tokens, [10 + turn], final=final)
             tokens = [*tokens, 10 + turn, 7]
-        ends = [node for node in cache._parts.planner.state.tree.nodes() if node.tail]
+        ends = [node for node in cache._parts.planner.inventory.tree.nodes() if node.tail]
 
     if ends_with_requests(spec):
         aged = [node.superseded or not node.worth[FULL] for node in ends]
@@ -254,7 +254,7 @@ async def test_durable_means_the_last_token(spec):
 
 def lose(cache: HybridCache, store: MemoryStore, pool: str) -> None:
     """Remove what a store has of a pool for the longest path's tail."""
-    tree = cache._parts.planner.state.tree
+    tree = cache._parts.planner.inventory.tree
     end = max((node for node in tree.nodes() if node.tail), key=lambda node: node.end)
     key = next(key for key in store if key.pool == pool and key.digest == tree.digests(end)[0])
     assert store.drop(key)
@@ -337,7 +337,7 @@ async def test_the_end_of_a_prompt_that_goes_on_is_not_stored():
     spec = synthetic_spec(PAGE, ("kv",))
     async with HybridCache.open(spec, options(spec, storage="memory", weight_version="test")) as cache:
         await TokenEngine(cache).serve([1, 2, 3, 4, 5, 6], [7], final=False)
-        ends = [node for node in cache._parts.planner.state.tree.nodes() if node.tail]
+        ends = [node for node in cache._parts.planner.inventory.tree.nodes() if node.tail]
 
     assert [(node.tail, node.stored) for node in ends] == [(3, 0)]
 
@@ -374,7 +374,7 @@ async def test_events_and_snapshots_tell_of_whole_pages(spec):
             await engine.serve([1, 2, 3, 4], [5, 6, 7])
             await engine.serve([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11])
             told = [*events.take(), *await cache.snapshot()]
-            assert any(node.tail and node.stored for node in cache._parts.planner.state.tree.nodes())
+            assert any(node.tail and node.stored for node in cache._parts.planner.inventory.tree.nodes())
         tokens = [token for event in told if isinstance(event, PagesStored) for token in event.tokens]
         assert {event.tier for event in told if isinstance(event, PagesStored)} == set(Tier)
         assert min(tokens) > 0, "no id of a tail's filling"
@@ -411,7 +411,7 @@ async def test_a_window_comes_back_with_its_tail_or_not_at_all():
         store = MemoryStore()
         async with reopened(spec, store) as cache:
             await TokenEngine(cache).serve(turn[:12], turn[12:])
-            tree = cache._parts.planner.state.tree
+            tree = cache._parts.planner.inventory.tree
             end = next(node for node in tree.nodes() if node.tail)
             pages = page_digests(token_array(turn), PAGE, namespace_seed(None)) + tree.digests(end)
             if lost is not None:

@@ -52,7 +52,7 @@ async def test_a_tenant_that_floods_loses_its_own_pages(spec, eviction: str, kep
         await engine.serve(quiet, namespace="quiet")
         for number in range(1, 9):
             await engine.serve(range(1000 * number, 1000 * number + 7 * PAGE + 1), namespace="loud")
-        policy = cache._parts.planner.state.tree.policy
+        policy = cache._parts.planner.inventory.tree.policy
         assert cache.verify() == []
         if kept:
             assert policy.pages[namespace_seed("quiet")] == 8

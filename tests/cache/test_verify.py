@@ -13,7 +13,7 @@ import pytest
 
 from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.errors import ClosedError, InternalError
-from asynchicache.planner.state import CacheState
+from asynchicache.planner.inventory import SlotInventory
 from asynchicache.testing.checks import assert_clean
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.transfer.plan import CacheOperation, Direction
@@ -31,35 +31,35 @@ class Opened:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self.parts: CacheParts = stage.cache._parts
-        self.state: CacheState = self.parts.planner.state
+        self.inventory: SlotInventory = self.parts.planner.inventory
 
     def node(self, place: SlotPlace = FULL_DEVICE) -> Node:
         """A leaf that has slots at a place."""
-        return next(node for node in self.state.tree.nodes() if node.slots[place] and not node.children)
+        return next(node for node in self.inventory.tree.nodes() if node.slots[place] and not node.children)
 
 
 Plant = Callable[[Opened], object]
 
 
 def a_slot_that_is_lost(opened: Opened) -> None:
-    opened.state.free[FULL_HOST].allocate(1)
+    opened.inventory.free[FULL_HOST].allocate(1)
 
 
 def a_slot_that_is_free_and_held(opened: Opened) -> None:
-    opened.state.free[FULL_HOST].release(opened.node(FULL_HOST).slots[FULL_HOST][:1])
+    opened.inventory.free[FULL_HOST].release(opened.node(FULL_HOST).slots[FULL_HOST][:1])
 
 
 def a_slot_with_two_owners(opened: Opened) -> None:
-    sequence = next(iter(opened.state.requests))
+    sequence = next(iter(opened.inventory.requests))
     sequence.duplicates.append(opened.node().slots[FULL_DEVICE][0])
 
 
 def a_count_of_quarantined_slots(opened: Opened) -> None:
-    opened.state.free[FULL_DEVICE].quarantined += 1
+    opened.inventory.free[FULL_DEVICE].quarantined += 1
 
 
 def a_slot_of_two_nodes(opened: Opened) -> None:
-    first, second = [node for node in opened.state.tree.nodes() if node.slots[FULL_HOST]][:2]
+    first, second = [node for node in opened.inventory.tree.nodes() if node.slots[FULL_HOST]][:2]
     second.slots[FULL_HOST][0] = first.slots[FULL_HOST][0]
 
 
@@ -70,7 +70,7 @@ def a_node_with_pages_nowhere(opened: Opened) -> None:
 
 
 def a_host_copy_without_its_parents(opened: Opened) -> None:
-    tree = opened.state.tree
+    tree = opened.inventory.tree
     node = next(node for node in tree.nodes() if node.pages > 1 and node.slots[FULL_HOST])
     above = tree.split(node, 1)
     above.residency[FULL_HOST], above.slots[FULL_HOST] = ABSENT, None
@@ -82,16 +82,16 @@ def a_state_without_pages(opened: Opened) -> None:
 
 
 def a_pin_of_nobody(opened: Opened) -> None:
-    opened.state.tree.lock_for([], opened.node(), FULL_DEVICE)
+    opened.inventory.tree.lock_for([], opened.node(), FULL_DEVICE)
 
 
 def a_candidate_that_is_none(opened: Opened) -> None:
-    queue = opened.state.tree.queues[FULL_HOST]
+    queue = opened.inventory.tree.queues[FULL_HOST]
     queue.members.clear()
 
 
 def digests_of_other_tokens(opened: Opened) -> None:
-    node = next(node for node in opened.state.tree.nodes() if node.digests)
+    node = next(node for node in opened.inventory.tree.nodes() if node.digests)
     node.digests[-1] = bytes(32)
 
 
@@ -99,7 +99,7 @@ def a_slot_given_back_under_a_copy(opened: Opened) -> None:
     (operation, *_) = opened.parts.executor._transfers.in_flight()
     pool, _, destinations = operation.transfers[0]
     assert pool == "kv"
-    opened.state.free[FULL_DEVICE].release([int(destinations[0])])
+    opened.inventory.free[FULL_DEVICE].release([int(destinations[0])])
 
 
 def two_copies_into_one_slot(opened: Opened) -> None:
@@ -199,7 +199,7 @@ async def used(world: SeededWorld) -> None:
             await reading
         await cache.drain()
         assert_clean(cache)
-        free = Opened(stage).state.free[FULL_HOST]
+        free = Opened(stage).inventory.free[FULL_HOST]
         free.quarantine(free.allocate(2))
         with pytest.raises(AssertionError, match="kv host slots: 2 are in quarantine"):
             assert_clean(cache)

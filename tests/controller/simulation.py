@@ -114,7 +114,7 @@ class Simulation(VirtualCache):
 
     def read(self, read: StorageRead) -> list[Outcome]:
         outcomes = super().read(read)
-        name = self.planner.state.names[read.component_id]
+        name = self.planner.inventory.names[read.component_id]
         for index, slot in enumerate(read.slots):
             if self.rng.random() < self._fail:
                 self.memory[name, Tier.HOST][slot] = b""
@@ -135,7 +135,7 @@ class Simulation(VirtualCache):
         """What a forward would read now is there."""
         digests = self.digests(request)
         for number, window in request.windows.items():
-            name = self.planner.state.names[number]
+            name = self.planner.inventory.names[number]
             needed = self.spec.pool(name).coverage.pages
             assert needed is not None
             computed = self.computed.get(request, request.hit_pages)
@@ -174,7 +174,7 @@ class Simulation(VirtualCache):
         """Write the pages of windows that lie behind what was computed before."""
         done = self.computed.get(request, request.hit_pages)
         for number, window in request.windows.items():
-            name = self.planner.state.names[number]
+            name = self.planner.inventory.names[number]
             for page in range(max(done, window.first), whole):
                 slot = window.slots[page - window.first]
                 assert slot in window.own, "a page that is not the request's is written"
@@ -196,4 +196,4 @@ class Simulation(VirtualCache):
         self.planner.release(request)
 
     def verify(self) -> None:
-        assert self.planner.state.verify() == []
+        assert self.planner.inventory.verify() == []

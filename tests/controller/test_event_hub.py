@@ -151,7 +151,7 @@ def published(sim: Simulation, tokens: list[int]) -> Node:
 
 
 def announcer(sim: Simulation, told: list[CacheEvent]) -> TreeEvents:
-    books = sim.planner.state
+    books = sim.planner.inventory
     names = Namespaces(books.tree.roots)
     return TreeEvents(books.tree, books.spec.owners, names, told.append)
 
@@ -173,7 +173,7 @@ def test_pages_are_described_by_their_tokens_and_what_comes_before() -> None:
     assert describe(lower, 0, Tier.HOST) == pages("kv", Tier.HOST, 2, 4)
     assert describe(upper, 1, Tier.DEVICE) == pages("mamba", Tier.DEVICE, 1, 2)
     assert describe(lower, 1, Tier.STORAGE) == pages("mamba", Tier.STORAGE, 3, 4)
-    sim.planner.state.tree.split(upper, 1)
+    sim.planner.inventory.tree.split(upper, 1)
     assert describe(upper, 1, Tier.DEVICE) == pages("mamba", Tier.DEVICE, 1, 2), "the parent is another node"
 
 
@@ -226,8 +226,8 @@ def test_after_a_clear_only_what_the_cleared_tiers_still_have_is_told() -> None:
 @pytest.mark.asyncio
 async def test_each_listener_is_told_and_the_tree_is_watched_while_there_is_one() -> None:
     sim = simulation(kv=(64, 64))
-    hub = EventHub(sim.planner, Namespaces(sim.planner.state.tree.roots))
-    tree = sim.planner.state.tree
+    hub = EventHub(sim.planner, Namespaces(sim.planner.inventory.tree.roots))
+    tree = sim.planner.inventory.tree
     first, second = hub.subscribe(9), hub.subscribe(9)
 
     published(sim, [1, 2])
@@ -248,7 +248,7 @@ def test_a_snapshot_computes_digests_in_turns_with_others() -> None:
     sim = simulation(kv=(600, 0))
     for number in range(511):
         published(sim, [number, 1])
-    hub = EventHub(sim.planner, Namespaces(sim.planner.state.tree.roots))
+    hub = EventHub(sim.planner, Namespaces(sim.planner.inventory.tree.roots))
 
     turns, events = finished(hub.snapshot())
     assert turns == 1
@@ -277,7 +277,7 @@ def test_digests_of_a_whole_path_are_completed() -> None:
     tokens = list(range(12))
     nodes = [published(sim, tokens[:length]) for length in (4, 8, 12)]
     chain = page_digests(token_array(tokens), 2, b"")
-    tree = sim.planner.state.tree
+    tree = sim.planner.inventory.tree
     assert [node.digests for node in nodes] == [None] * 3
 
     assert finished(complete_digests(tree, nodes[1])) == (0, None)
@@ -291,7 +291,7 @@ def test_digests_of_a_node_that_is_cut_meanwhile_are_right() -> None:
     sim = simulation(kv=(pages, 0))
     tokens = list(range(2 * pages))
     node = published(sim, tokens)
-    tree = sim.planner.state.tree
+    tree = sim.planner.inventory.tree
     work = complete_digests(tree, node)
     work.send(None)
     upper = tree.split(node, 3)
@@ -305,9 +305,9 @@ def test_digests_of_what_left_the_tree_meanwhile_are_nobodys_business() -> None:
     pages = DIGESTS_A_TURN + 10
     sim = simulation(kv=(pages, 0))
     node = published(sim, list(range(2 * pages)))
-    work = complete_digests(sim.planner.state.tree, node)
+    work = complete_digests(sim.planner.inventory.tree, node)
     work.send(None)
-    sim.planner.state.evict(FULL_DEVICE, pages, dirty=True)
+    sim.planner.inventory.evict(FULL_DEVICE, pages, dirty=True)
 
     assert node.parent is None
     assert finished(work) == (0, None)

@@ -173,7 +173,7 @@ async def test_a_late_call_is_not_waited_for_and_wakes_who_waits_when_it_ends() 
 @pytest.mark.asyncio
 async def test_what_lacked_room_on_the_host_is_backed_up_when_something_is_given_back() -> None:
     async with opened() as rig:
-        node, free = rig.published(PROMPT), rig.sim.planner.state.free[FULL_HOST]
+        node, free = rig.published(PROMPT), rig.sim.planner.inventory.free[FULL_HOST]
         held = free.allocate(16)
         assert rig.executor.run(rig.sim.planner.backups.backup(node)) is None
         free.release(held)

@@ -179,7 +179,7 @@ def test_a_write_that_failed_is_undone_for_both_halves_of_a_split_node():
     _publish(sim, [1, 2, 3, 4, 5, 6, 7, 8])
     while sim.flying:
         sim.end(0)
-    tree = sim.planner.state.tree
+    tree = sim.planner.inventory.tree
     (node,) = tree.nodes()
     upper = tree.split(node, 2)
     assert sim.planner.backups.storing() == {upper, node}
@@ -219,7 +219,7 @@ def test_slots_of_a_late_write_are_kept():
     sim.end(0)
     work = sim.writing.pop()
     sim.planner.backups.write_finished(work, stored=False, late=True)
-    (node,) = sim.planner.state.tree.nodes()
+    (node,) = sim.planner.inventory.tree.nodes()
     assert node.stored == 0
     assert node.locks[FULL_HOST]
     sim.planner.backups.finish(work)
@@ -247,7 +247,7 @@ def test_a_partial_backup_before_a_read_is_carried_out():
     sim.close(sim.live[0])
     sim.settle()
     sim.verify()
-    books = sim.planner.state
+    books = sim.planner.inventory
     assert not books.tier_copies
     assert books.free[FULL_HOST].held == sum(len(node.slots_at(FULL_HOST)) for node in books.tree.nodes())
 
@@ -262,7 +262,7 @@ def test_pages_that_are_computed_again_do_not_fall_behind_in_the_queue(eviction:
         _settle(sim)
     _publish(sim, list(range(50, 58)))
     _settle(sim)
-    books = sim.planner.state
+    books = sim.planner.inventory
     books.evict(FULL_HOST, 1, dirty=True)  # the other prompt goes first: the queue knows by now
     books.evict(place_of(2, Tier.DEVICE), 8, dirty=True)
     books.evict(FULL_DEVICE, 64, dirty=True)  # the pages are on the host, their window nowhere
@@ -279,7 +279,7 @@ def test_a_state_handed_over_while_its_load_fails_is_lost_once(policy: WritePoli
     for tokens in ([1, 2, 3, 4], [1, 2, 3, 4, 9, 9], [1, 2, 3, 4, 9, 9]):
         _publish(sim, tokens)
         sim.settle()
-    books = sim.planner.state
+    books = sim.planner.inventory
     sim.carry_out([copy for node in list(books.tree.nodes()) for copy in sim.planner.backups.backup(node)])
     sim.settle()
     for place in (place_of(1, Tier.DEVICE), FULL_DEVICE) * 3:
@@ -308,9 +308,9 @@ def test_a_copy_that_ends_takes_no_other_that_looks_alike_off_the_list():
     kept = sim.planner.loads.load(first)[0]
     ended = sim.planner.loads.load(second)[0]
     sim.planner.copy_finished(ended, None)
-    assert [tier_copy is kept.tier_copy for tier_copy in sim.planner.state.tier_copies] == [True]
+    assert [tier_copy is kept.tier_copy for tier_copy in sim.planner.inventory.tier_copies] == [True]
     sim.planner.copy_finished(kept, None)
-    assert not sim.planner.state.tier_copies
+    assert not sim.planner.inventory.tier_copies
     for sequence in (first, second):
         sim.close(sequence)
     sim.verify()

@@ -242,7 +242,7 @@ def a_wrapper(base: str) -> str:
         (no_insides, "setattr(state, 'make_room', refuse)"),
         (no_insides, "state = request._state"),
         (no_insides, "class A:\n  def f(self): return self.cache._parts"),
-        (no_insides, "from asynchicache.planner.state import _may_move"),
+        (no_insides, "from asynchicache.planner.inventory import _may_move"),
         (no_wrapper_by_hand, a_wrapper("")),
         (no_long_function, a_function(MAX_FUNCTION_LINES + 1)),
         (no_long_function, "class A:\n  async " + a_function(MAX_FUNCTION_LINES + 1).replace("\n", "\n  ")),

@@ -56,7 +56,7 @@ async def serving(
 
 def nothing_held(served: PrefixCachedModel) -> list[str]:
     """What is wrong with the cache of a model that serves nobody."""
-    books = served.cache._parts.planner.state
+    books = served.cache._parts.planner.inventory
     held = [f"{len(books.requests)} requests are open"] if books.requests else []
     busy = [f"{served.running} run, {served.waiting} wait"] if served.running or served.waiting else []
     return served.cache.verify() + held + busy

@@ -217,7 +217,7 @@ async def test_without_a_tracer_not_one_call_is_made_for_it():
                 await serve(cache, range(start, start + 21), TRACEPARENT)
         finally:
             sys.setprofile(before)
-    assert any(name.endswith("planner/state.py") for name in called)
+    assert any(name.endswith("planner/inventory.py") for name in called)
     tracing = ("/asynchicache/integrations/otel.py", "/asynchicache/tracing.py")
     assert not [name for name in called if "opentelemetry" in name or name.endswith(tracing)]
 

@@ -34,7 +34,7 @@ def _clean() -> Iterator[None]:
             sim.close(sequence)
         sim.settle()
         sim.verify()
-        assert all(not any(node.locks) for node in sim.planner.state.tree.nodes())
+        assert all(not any(node.locks) for node in sim.planner.inventory.tree.nodes())
 
 
 def simulation(
@@ -116,7 +116,7 @@ def test_a_backup_copies_what_the_host_lacks_of_a_path_and_nothing_twice() -> No
     upper = published(sim, HEAD)
     saved(sim, upper)
     lower = published(sim, [*HEAD, 5, 6, 7, 8, 9, 10])
-    before = sim.planner.state.counters.backed_up
+    before = sim.planner.inventory.counters.backed_up
 
     (copy,) = writer(sim).backup(lower, period=7)
 
@@ -129,7 +129,7 @@ def test_a_backup_copies_what_the_host_lacks_of_a_path_and_nothing_twice() -> No
         "mamba": (lower.slots_at(place_of(STATES, Tier.DEVICE)), lower.slots_at(place_of(STATES, Tier.HOST))),
     }
     assert [len(slots) for slots, _ in moved.values()] == [3, 1]
-    assert sim.planner.state.counters.backed_up == before + 4
+    assert sim.planner.inventory.counters.backed_up == before + 4
     assert writer(sim).backup(lower) == [], "it is under way"
     assert not writer(sim).lacks_room(lower)
     sim.planner.copy_finished(copy, None)
@@ -177,7 +177,7 @@ def test_what_finds_no_host_slots_is_owed_and_what_stands_on_it_too() -> None:
     work = held_host(sim, published(sim, [90, 91]))
     upper = published(sim, [*HEAD, 5, 6, 7, 8])
     lower = published(sim, [*HEAD, 5, 6, 7, 8, 9, 10])
-    counters = sim.planner.state.counters
+    counters = sim.planner.inventory.counters
     before = counters.backed_up, counters.host_pressure
 
     assert writer(sim).backup(lower, period=3) == []
@@ -196,13 +196,13 @@ def test_a_state_that_finds_no_host_slot_keeps_back_no_pages() -> None:
     work = held_host(sim, published(sim, [90, 91]))
     upper = published(sim, HEAD)
     lower = published(sim, [*HEAD, 5, 6])
-    pressure = sim.planner.state.counters.host_pressure
+    pressure = sim.planner.inventory.counters.host_pressure
 
     (copy,) = writer(sim).backup(lower)
     assert {transfer.pool for transfer in copy.transfers} == {"kv"}
     assert copy.publishes is lower
     assert set(writer(sim).postponed) == {CopyRequest(upper, STATES), CopyRequest(lower, STATES)}
-    assert sim.planner.state.counters.host_pressure == pressure + 2
+    assert sim.planner.inventory.counters.host_pressure == pressure + 2
     sim.planner.copy_finished(copy, None)
 
     assert writer(sim).retry() == [], "there is still none"
@@ -237,7 +237,7 @@ def test_what_is_saved_by_then_or_gone_is_owed_no_more() -> None:
     assert writer(sim).backup(one) == writer(sim).backup(other) == []
     writer(sim).write_finished(work, stored=True)
     saved(sim, one)
-    sim.planner.state.evict(FULL_DEVICE, 64, dirty=True)
+    sim.planner.inventory.evict(FULL_DEVICE, 64, dirty=True)
     assert other.parent is None
 
     assert writer(sim).retry() == []
@@ -328,10 +328,10 @@ def test_room_for_a_path_is_not_made_at_the_cost_of_what_is_to_be_saved() -> Non
     """The host gives up a window, and with it goes a state that is on the device only, and just about to be
     copied: it could not be resumed at."""
     sim = simulation(mamba=(8, 8), swa=(16, 3))
-    state, window = (sim.planner.state.names.index(name) for name in ("mamba", "swa"))
+    state, window = (sim.planner.inventory.names.index(name) for name in ("mamba", "swa"))
     upper = published(sim, HEAD)
     saved(sim, upper)
-    books = sim.planner.state
+    books = sim.planner.inventory
     books.evict(place_of(state, Tier.HOST), 8, dirty=True)
     lower = published(sim, [*HEAD, 5, 6, 7, 8, 9, 10])
     books.evict(place_of(window, Tier.DEVICE), 2, dirty=True)
@@ -356,12 +356,12 @@ def test_room_in_a_shared_memory_is_not_made_at_the_cost_of_what_is_tried_again(
     spec = simulation(**sizes).spec
     slot_bytes = {pool.name: pool.slot_bytes(spec.page_size) for pool in spec.pools}
     sim = simulation(**sizes, memory={Tier.HOST: 2 * (slot_bytes["kv"] + slot_bytes["swa"])})
-    state, window = (sim.planner.state.names.index(name) for name in ("mamba", "swa"))
+    state, window = (sim.planner.inventory.names.index(name) for name in ("mamba", "swa"))
     node = published(sim, HEAD)
     writer(sim).postponed[CopyRequest(node, window)] = 0
     for copy in writer(sim).retry():
         sim.planner.copy_finished(copy, None)
-    sim.planner.state.evict(place_of(window, Tier.DEVICE), 2, dirty=True)
+    sim.planner.inventory.evict(place_of(window, Tier.DEVICE), 2, dirty=True)
     assert node.slots_at(place_of(window, Tier.HOST))
     assert node.slots_at(place_of(state, Tier.DEVICE))
 
@@ -369,7 +369,7 @@ def test_room_in_a_shared_memory_is_not_made_at_the_cost_of_what_is_tried_again(
     for copy in writer(sim).retry():
         assert all(transfer.sources for transfer in copy.transfers)
         sim.planner.copy_finished(copy, None)
-    assert sim.planner.state.verify() == []
+    assert sim.planner.inventory.verify() == []
 
 
 def test_paths_that_somebody_waits_for_get_host_slots_in_turn() -> None:
@@ -393,7 +393,7 @@ def test_paths_that_somebody_waits_for_get_host_slots_in_turn() -> None:
 def test_a_path_longer_than_the_host_waits_for_no_room() -> None:
     sim = simulation(kv=(64, 3))
     node = published(sim, list(range(8)))
-    assert tier_copies.missing_on_host(sim.planner.state.tree, node)
+    assert tier_copies.missing_on_host(sim.planner.inventory.tree, node)
     assert not writer(sim).lacks_room(node)
 
 
@@ -414,12 +414,12 @@ def test_so_many_pages_are_kept_free_or_clean(more: int, cleaned: int) -> None:
 
     copies = writer(sim).clean()
 
-    assert sim.planner.state.free[FULL_DEVICE].available == 6 - more
+    assert sim.planner.inventory.free[FULL_DEVICE].available == 6 - more
     assert [copy.publishes for copy in copies] == [first, second][:cleaned]
     for copy in copies:
         sim.planner.copy_finished(copy, None)
-    sim.planner.state.evict(FULL_DEVICE, 64, dirty=False)
-    assert sim.planner.state.free[FULL_DEVICE].available == 6 - more + 2 * cleaned, (
+    sim.planner.inventory.evict(FULL_DEVICE, 64, dirty=False)
+    assert sim.planner.inventory.free[FULL_DEVICE].available == 6 - more + 2 * cleaned, (
         "those that are clean may go"
     )
 
@@ -471,7 +471,7 @@ def test_what_a_write_reads_stays_until_it_ends() -> None:
     saved(sim, node)
     work = writer(sim).store(node)
     assert work is not None
-    books = sim.planner.state
+    books = sim.planner.inventory
     books.evict(place_of(STATES, Tier.HOST), 8, dirty=True)
     books.evict(FULL_HOST, 64, dirty=True)
     assert [free.held for free in books.free] == [2, 2, 1, 1]
@@ -490,9 +490,9 @@ def test_a_state_alone_keeps_the_pages_that_it_is_behind() -> None:
     work = writer(sim).store(node)
     assert work is not None
     assert [*work.pages] == ["mamba"]
-    sim.planner.state.evict(FULL_DEVICE, 64, dirty=True)
-    sim.planner.state.evict(FULL_HOST, 64, dirty=True)
-    assert sim.planner.state.free[FULL_HOST].held == 2
+    sim.planner.inventory.evict(FULL_DEVICE, 64, dirty=True)
+    sim.planner.inventory.evict(FULL_HOST, 64, dirty=True)
+    assert sim.planner.inventory.free[FULL_HOST].held == 2
     writer(sim).write_finished(work, stored=True)
 
 
@@ -615,7 +615,7 @@ def test_of_windows_the_use_of_what_an_end_needs_is_told() -> None:
     upper, middle, lower = published(sim, HEAD), published(sim, tokens[:8]), published(sim, tokens)
     for node in (upper, middle, lower):
         saved(sim, node)
-    for node in sim.planner.state.tree.nodes():  # some were cut where a window begins
+    for node in sim.planner.inventory.tree.nodes():  # some were cut where a window begins
         node.stored = 0b11
     chain = digests(tokens)
 
@@ -764,7 +764,7 @@ class Listener:
 
 def listening(sim: Simulation) -> Listener:
     listener = Listener()
-    sim.planner.state.tree.watcher = listener
+    sim.planner.inventory.tree.watcher = listener
     return listener
 
 
@@ -774,7 +774,7 @@ def test_what_is_stored_is_told_of_parents_first() -> None:
     saved(sim, node)
     work = writer(sim).store(node)
     assert work is not None
-    upper = sim.planner.state.tree.split(node, 1)
+    upper = sim.planner.inventory.tree.split(node, 1)
     listener = listening(sim)
 
     writer(sim).write_finished(work, stored=True)

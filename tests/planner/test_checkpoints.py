@@ -84,7 +84,7 @@ def test_prompts_with_a_common_beginning_hit_from_the_third_on():
     system = list(range(10))  # two pages and a half
     served = [serve(planner, [*system, *range(first, first + 7)]) for first in (100, 200, 300)]
     assert served == [(0, (16,)), (0, (8, 16)), (2, (16,))]
-    assert planner.state.verify() == []
+    assert planner.inventory.verify() == []
 
 
 @pytest.mark.parametrize(("length", "cuts"), [(7, (4,)), (8, (4, 8)), (9, (8,))])

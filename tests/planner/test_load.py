@@ -31,7 +31,7 @@ def _clean() -> Iterator[None]:
             sim.close(request)
         sim.settle()
         sim.verify()
-        assert all(not any(node.locks) for node in sim.planner.state.tree.nodes())
+        assert all(not any(node.locks) for node in sim.planner.inventory.tree.nodes())
 
 
 def simulation(
@@ -88,7 +88,7 @@ def back_up(sim: Simulation, node: Node) -> None:
 
 def off_the_device(sim: Simulation, *numbers: int) -> None:
     for number in numbers:
-        sim.planner.state.evict(place_of(number, Tier.DEVICE), 64, dirty=True)
+        sim.planner.inventory.evict(place_of(number, Tier.DEVICE), 64, dirty=True)
 
 
 def sources(request: RequestState) -> dict[tuple[str, Tier], int]:
@@ -121,7 +121,7 @@ def test_what_is_on_the_host_only_is_copied() -> None:
     sim = simulation()
     upper, lower = published(sim, HEAD), published(sim, LONG)
     back_up(sim, lower)
-    sim.planner.state.evict(FULL_DEVICE, 2, dirty=True)
+    sim.planner.inventory.evict(FULL_DEVICE, 2, dirty=True)
     assert not lower.slots_at(FULL_DEVICE)
     request = sim.open([*LONG, 9])
     assert sim.planner.loads.tier(request) is Tier.HOST
@@ -228,7 +228,7 @@ def test_a_match_that_became_shorter_was_prefetched_no_further() -> None:
     request = sim.open([*LONG, 9])
     request.prefetched_pages = 4
     sim.planner.rest(request)
-    sim.planner.state.evict(FULL_DEVICE, 1, dirty=True)
+    sim.planner.inventory.evict(FULL_DEVICE, 1, dirty=True)
     assert node.pages == 3
 
     sim.planner.rematch(request)
@@ -245,7 +245,7 @@ def test_what_a_load_reads_stays_until_it_has_ended() -> None:
     off_the_device(sim, 1, 0)
     request = sim.open(LONG)
     copies = sim.planner.loads.load(request)
-    books = sim.planner.state
+    books = sim.planner.inventory
 
     books.evict(place_of(1, Tier.HOST), 8, dirty=True)
     books.evict(FULL_HOST, 64, dirty=True)
@@ -265,7 +265,7 @@ def test_a_state_that_is_copied_on_the_device_stays_until_it_is() -> None:
     request = sim.open(LONG)
     copies = sim.planner.loads.load(request)
     sim.close(request)
-    books = sim.planner.state
+    books = sim.planner.inventory
     books.evict(place_of(1, Tier.DEVICE), 8, dirty=True)
     assert books.free[place_of(1, Tier.DEVICE)].held == 2
     end(sim, copies)
@@ -285,7 +285,7 @@ def test_a_load_waits_for_what_another_one_is_still_bringing() -> None:
     waiting = sim.planner.loads.load(second)
 
     assert moved(waiting) == []
-    tree = sim.planner.state.tree
+    tree = sim.planner.inventory.tree
     window = [node for node in tree.nodes() if node.slots_at(place_of(1, Tier.DEVICE))]
     assert [node.end for node in window] == [4]
     pages = {slot for pool, slots in waiting[-1].reads if pool == "kv" for slot in slots}
@@ -432,12 +432,12 @@ def test_a_request_lets_go_of_what_lies_before_its_window(length: int, first: in
 
     assert (window.first, window.slots, window.own) == (first, slots[first:], set(slots[first:]))
     assert (retired is None) == (freed == 0)
-    assert sim.planner.state.verify() == [], "a forward may still read them"
+    assert sim.planner.inventory.verify() == [], "a forward may still read them"
     if retired is not None:
         assert retired.slots == {place: sorted(slots[:freed])}
-        assert sim.planner.state.free[place].held == 5
+        assert sim.planner.inventory.free[place].held == 5
         sim.planner.windows.finish(retired)
-    assert sim.planner.state.free[place].held == 5 - freed
+    assert sim.planner.inventory.free[place].held == 5 - freed
 
 
 def test_pages_that_a_failed_forward_may_still_write_to_are_not_lent_again() -> None:
@@ -447,7 +447,7 @@ def test_pages_that_a_failed_forward_may_still_write_to_are_not_lent_again() -> 
     assert retired is not None
     sim.planner.windows.finish(retired, RuntimeError("the device failed"))
 
-    assert sim.planner.state.free[place_of(1, Tier.DEVICE)].quarantined == 1
+    assert sim.planner.inventory.free[place_of(1, Tier.DEVICE)].quarantined == 1
 
 
 @pytest.mark.parametrize(("snapshot", "first"), [(2, 0), (6, 0), (8, 1), (10, 2)])
@@ -457,7 +457,7 @@ def test_a_snapshot_that_may_yet_be_published_keeps_its_window(snapshot: int, fi
     end(sim, sim.planner.snapshot(request, snapshot))
 
     retired = sim.planner.windows.retire(request, 10)
-    assert request.windows[sim.planner.state.names.index("swa")].first == first
+    assert request.windows[sim.planner.inventory.names.index("swa")].first == first
     if retired is not None:
         sim.planner.windows.finish(retired)
 
@@ -507,7 +507,7 @@ def test_the_second_request_on_a_path_makes_it_due() -> None:
     assert sim.flying == [copy], "it is on its way"
     sim.close(sim.open([*LONG, 50]))
     assert [copy.publishes for copy in sim.flying] == [upper, lower]
-    assert sim.planner.state.counters.backed_up == 4
+    assert sim.planner.inventory.counters.backed_up == 4
 
 
 @pytest.mark.parametrize("poisoned", [False, True])
@@ -515,7 +515,7 @@ def test_all_that_a_request_has_of_its_own_goes_back(poisoned: bool) -> None:
     sim = simulation(mamba=(8, 0), swa=(16, 0))
     request = grown(sim, LONG, 8)
     end(sim, sim.planner.snapshot(request, 8))
-    books = sim.planner.state
+    books = sim.planner.inventory
     held = [free.held for free in books.free]
     assert sorted(held) == [0, 0, 0, 2, 4, 4]
     request.poisoned = poisoned
@@ -535,9 +535,9 @@ def test_a_request_is_given_back_with_the_last_copy_for_it() -> None:
     assert request.references == 3
     sim.close(request)
     for copy in copies:
-        assert request in sim.planner.state.requests
+        assert request in sim.planner.inventory.requests
         assert sim.planner.copy_finished(copy, None) is None
-    assert request not in sim.planner.state.requests
+    assert request not in sim.planner.inventory.requests
 
 
 def test_a_copy_that_failed_makes_nothing_due_and_its_request_poisoned() -> None:
@@ -548,5 +548,5 @@ def test_a_copy_that_failed_makes_nothing_due_and_its_request_poisoned() -> None
     assert copy.user is None
     assert sim.planner.copy_finished(copy, RuntimeError("planted")) is None
     assert not request.poisoned, "it was no copy for the request"
-    assert sim.planner.state.free[FULL_HOST].quarantined == 4
-    assert sim.planner.state.tier_copies == []
+    assert sim.planner.inventory.free[FULL_HOST].quarantined == 4
+    assert sim.planner.inventory.tier_copies == []

@@ -90,7 +90,7 @@ def test_no_room_for_a_load_falls_back():
     sim.load(holder)
     assert sim.compute(holder, 4)
     sequence = sim.open([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
-    sim.planner.state.free[0].allocate(sim.planner.state.free[0].available)
+    sim.planner.inventory.free[0].allocate(sim.planner.inventory.free[0].available)
     assert sequence.matched_pages == 4
     sim.load(sequence)
     assert sequence.hit_pages in (0, 4)
@@ -107,7 +107,7 @@ def test_a_closed_cache_lets_go_of_what_only_finished_requests_borrow():
     sim.carry_out(sim.planner.loads.load(finished))
     finished.closed = True
     sim.close(finished)  # its copy is under way, and nobody will tell of its end
-    assert finished in sim.planner.state.requests
+    assert finished in sim.planner.inventory.requests
 
     sim.planner.abandon()
 
@@ -133,7 +133,7 @@ def test_a_state_whose_copy_fails_after_it_became_the_trees_is_nobodys_again():
     sim.close(sequence)
     sim.planner.flush()
 
-    states = sim.planner.state.free[place_of(1, Tier.DEVICE)]
+    states = sim.planner.inventory.free[place_of(1, Tier.DEVICE)]
     assert (states.held, states.quarantined) == (0, 1)
     assert slot not in states.allocate(states.available)
 
@@ -160,12 +160,12 @@ class _Listener:
 def test_a_flush_is_told_of_in_one_word():
     sim = Simulation(random.Random(0), slots=ROOMY)
     _serve(sim, [1, 2, 3, 4])
-    sim.planner.state.tree.watcher = listener = _Listener()
+    sim.planner.inventory.tree.watcher = listener = _Listener()
 
     sim.planner.flush()
 
     assert listener.told == [(Tier.DEVICE, Tier.HOST)]
-    assert list(sim.planner.state.tree.nodes()) == []
+    assert list(sim.planner.inventory.tree.nodes()) == []
     _serve(sim, [1, 2])
     assert ("arrived", FULL_DEVICE) in listener.told
 
@@ -189,7 +189,7 @@ def test_write_back_cleans_ahead_of_need():
     sim = Simulation(random.Random(0), slots=slots, policy=WritePolicy.WRITE_BACK)
     for client in range(6):
         _serve(sim, [client, 1, 2, 3, 4, 5])
-    counters = sim.planner.state.counters
+    counters = sim.planner.inventory.counters
     assert counters.backed_up
     assert counters.demoted
     assert not counters.lost
@@ -239,7 +239,7 @@ def _press(policy: WritePolicy, states: bool, windows: dict[str, int], seed: int
         sim.close(sequence)
     sim.settle()
     sim.verify()
-    assert all(not any(node.locks) for node in sim.planner.state.tree.nodes())
+    assert all(not any(node.locks) for node in sim.planner.inventory.tree.nodes())
     assert sim.hit_tokens
 
 
@@ -258,13 +258,14 @@ def test_a_failed_device_leaks_and_lends_nothing(seed: int):
     while sim.writing:
         sim.end_write(0)
     sim.verify()
-    quarantined = {free.name: free.quarantined for free in sim.planner.state.free}
-    for free in sim.planner.state.free:
+    inventory = sim.planner.inventory
+    quarantined = {free.name: free.quarantined for free in inventory.free}
+    for free in inventory.free:
         assert free.held == sum(
             len(node.slots_at(place))
-            for place, other in zip(sim.planner.state.tree.places, sim.planner.state.free, strict=True)
+            for place, other in zip(inventory.tree.places, inventory.free, strict=True)
             if other is free
-            for node in sim.planner.state.tree.nodes()
+            for node in inventory.tree.nodes()
         ), quarantined
 
 

@@ -110,9 +110,9 @@ def test_a_window_that_went_with_its_full_pages_was_not_short_of_slots() -> None
     """The host needs its pages: its copies of both pools go, and the device has a window no more."""
     sim = simulation(states=False, window=2)
     served(sim, SYSTEM)
-    state = sim.planner.state
-    state.evict(place_of(1, Tier.DEVICE), 64, dirty=True)
-    state.evict(FULL_HOST, 64, dirty=True)
+    inventory = sim.planner.inventory
+    inventory.evict(place_of(1, Tier.DEVICE), 64, dirty=True)
+    inventory.evict(FULL_HOST, 64, dirty=True)
     request = asked(sim, [*SYSTEM, 9])
 
     assert sim.planner.reason(request) is MissReason.WINDOW
@@ -205,7 +205,7 @@ def test_a_request_rests_and_matches_again() -> None:
     sim.planner.rest(request)
     sim.planner.flush()
 
-    assert sim.planner.state.free[FULL_DEVICE].held == 0
+    assert sim.planner.inventory.free[FULL_DEVICE].held == 0
     sim.planner.rematch(request, prefetched=False)
     assert (request.matched_pages, request.resting) == (0, False)
     sim.close(request)
@@ -216,7 +216,7 @@ def test_a_request_rests_and_matches_again() -> None:
 def test_without_room_for_the_rest_what_is_on_the_device_is_the_hit(window: int) -> None:
     sim = simulation(window=window, kv=(6, 64))
     served(sim, SYSTEM, 4, 8)
-    sim.planner.state.evict(FULL_DEVICE, 2, dirty=True)
+    sim.planner.inventory.evict(FULL_DEVICE, 2, dirty=True)
     blocker = asked(sim, [90] * 8)
     sim.load(blocker)
     sim.planner.extend(blocker, 8)
@@ -236,8 +236,8 @@ def test_pages_on_the_device_without_a_state_are_no_hit(window: int) -> None:
     sim.load(other)
     sim.compute(other, 8)
     sim.settle()
-    sim.planner.state.evict(FULL_DEVICE, 1, dirty=True)
-    free = sim.planner.state.free[FULL_DEVICE].available
+    sim.planner.inventory.evict(FULL_DEVICE, 1, dirty=True)
+    free = sim.planner.inventory.free[FULL_DEVICE].available
     blocker = asked(sim, [70] * 2 * free)
     sim.load(blocker)
     sim.planner.extend(blocker, 2 * free)
@@ -262,7 +262,7 @@ def test_a_snapshot_is_published_where_it_was_taken() -> None:
 
     assert request.snapshots == {1: slot}, "the one that it has is written again"
     sim.settle()
-    name = sim.planner.state.names[1]
+    name = sim.planner.inventory.names[1]
     assert sim.memory[name, Tier.DEVICE][slot] == sim.digests(request)[3]
     sim.carry_out(sim.planner.publish(request, 8))
     sim.settle()
@@ -274,10 +274,10 @@ def test_without_room_for_a_snapshot_the_state_does_not_pass_for_it() -> None:
     request = asked(sim, SYSTEM)
     sim.load(request)
     assert sim.compute(request, 4)
-    skipped = sim.planner.state.counters.states_skipped
+    skipped = sim.planner.inventory.counters.states_skipped
 
     assert sim.planner.snapshot(request, 4) == []
-    assert sim.planner.state.counters.states_skipped == skipped + 1
+    assert sim.planner.inventory.counters.states_skipped == skipped + 1
     assert request.snapshot_tokens == 4
     sim.carry_out(sim.planner.publish(request, 4))
     assert {transfer.pool for copy in sim.flying for transfer in copy.transfers} == {"kv"}, "no state"
@@ -349,13 +349,13 @@ def test_checkpoints_that_no_page_ends_at_are_refused() -> None:
 def test_what_failed_to_come_is_in_quarantine() -> None:
     sim = simulation()
     served(sim, SYSTEM)
-    sim.planner.state.evict(FULL_DEVICE, 64, dirty=True)
+    sim.planner.inventory.evict(FULL_DEVICE, 64, dirty=True)
     request = asked(sim, [*SYSTEM, 9])
     for copy in sim.planner.loads.load(request):
         sim.carry_out([copy])
         sim.end(sim.flying.index(copy), failed=True)
 
-    assert sim.planner.state.free[FULL_DEVICE].quarantined == 4
+    assert sim.planner.inventory.free[FULL_DEVICE].quarantined == 4
     assert sim.planner.publish(request, 8) == [], "what it stood on is gone"
     assert request.poisoned
     assert request.published.lost

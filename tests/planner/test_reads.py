@@ -66,13 +66,13 @@ def test_pages_on_the_device_stay_while_storage_is_asked(
     served(sim, 4)
     query = asked(sim)
     sim.settle()
-    state = sim.planner.state
-    held = state.free[FULL_DEVICE].held
-    state.evict(FULL_DEVICE, 64, dirty=True)
-    state.evict(FULL_HOST, 64, dirty=True)
+    inventory = sim.planner.inventory
+    held = inventory.free[FULL_DEVICE].held
+    inventory.evict(FULL_DEVICE, 64, dirty=True)
+    inventory.evict(FULL_HOST, 64, dirty=True)
 
-    assert state.free[FULL_DEVICE].held == held
-    assert state.free[FULL_HOST].held == 0, "what is on the device needs no copy on the host to be kept"
+    assert inventory.free[FULL_DEVICE].held == held
+    assert inventory.free[FULL_HOST].held == 0, "what is on the device needs no copy on the host to be kept"
     sim.planner.prefetches.release(query)
 
 
@@ -128,7 +128,7 @@ def delivered(sim: Simulation, read: StorageRead, outcomes: list[Outcome] | None
 
 def answered(sim: Simulation, reading: Reading, **outcomes: list[Outcome]) -> list[ReadResult]:
     """What comes of all that can begin, each pool in one read; all arrives, but for pools that are named."""
-    names = sim.planner.state.names
+    names = sim.planner.inventory.names
     results = [
         one for read in begun(sim) for one in delivered(sim, read, outcomes.get(names[read.component_id]))
     ]
@@ -141,7 +141,7 @@ def test_what_lacks_is_what_could_be_restored_beyond_what_is_here(simulations: l
     reader = sim.planner.prefetches
     tokens = sim.open(PROMPT).tokens
 
-    size = sim.planner.state.page_size
+    size = sim.planner.inventory.page_size
     assert reader.missing_tokens(tokens, b"") == 8 * size
     served(sim, 6)
     assert reader.missing_tokens(tokens, b"") == 5 * size
@@ -269,7 +269,7 @@ def test_the_pool_that_reaches_least_is_why(simulations: list[Simulation]) -> No
 def test_a_window_is_read_from_its_first_page_that_is_not_here(simulations: list[Simulation]) -> None:
     sim = roomy(simulations, swa=3)
     served(sim, 8)
-    sim.planner.state.evict(place_of(1, Tier.DEVICE), 1, dirty=True)
+    sim.planner.inventory.evict(place_of(1, Tier.DEVICE), 1, dirty=True)
     query = asked(sim)
     assert bytes(query.resident[1]) == b"\0\1\1\1"
 
@@ -307,15 +307,15 @@ def test_what_comes_of_a_read_that_falls_short(
 
     assert (gained.pages, gained.reason) == (pages, reason)
     assert sim.open(PROMPT).matched_pages == pages
-    host = sim.planner.state.free[FULL_HOST]
-    assert host.held == sum(len(node.slots_at(FULL_HOST)) for node in sim.planner.state.tree.nodes())
+    host = sim.planner.inventory.free[FULL_HOST]
+    assert host.held == sum(len(node.slots_at(FULL_HOST)) for node in sim.planner.inventory.tree.nodes())
 
 
 def test_slots_of_a_late_page_stay_with_the_read_until_it_is_finished(simulations: list[Simulation]) -> None:
     sim = roomy(simulations)
     chosen(sim, asked(sim), HAS)
     (read,) = begun(sim)
-    host = sim.planner.state.free[FULL_HOST]
+    host = sim.planner.inventory.free[FULL_HOST]
     outcomes = [Outcome.HIT] * 3 + [Outcome.MISS, Outcome.TIMEOUT] + [Outcome.HIT] * 3
 
     (gained,) = delivered(sim, read, outcomes)
@@ -340,14 +340,14 @@ def test_slots_that_an_engine_may_write_to_for_ever_are_never_lent_again(
     delivered(sim, read, [Outcome.TIMEOUT] * 8)
     sim.planner.prefetches.finish(read, safe=False)
 
-    host = sim.planner.state.free[FULL_HOST]
+    host = sim.planner.inventory.free[FULL_HOST]
     assert (host.held, host.quarantined) == (0, 8)
 
 
 def test_what_storage_brought_is_known_to_be_there(simulations: list[Simulation]) -> None:
     sim = roomy(simulations, mamba=True)
     answered(sim, chosen(sim, asked(sim), HAS, HAS))
-    assert [(node.pages, node.stored) for node in sim.planner.state.tree.nodes()] == [(8, 0b11)]
+    assert [(node.pages, node.stored) for node in sim.planner.inventory.tree.nodes()] == [(8, 0b11)]
 
 
 def test_what_came_while_storage_was_forgotten_is_not(simulations: list[Simulation]) -> None:
@@ -356,7 +356,7 @@ def test_what_came_while_storage_was_forgotten_is_not(simulations: list[Simulati
     sim.planner.backups.forget_stored()
 
     assert answered(sim, read)[0].pages == 8
-    assert [node.stored for node in sim.planner.state.tree.nodes()] == [0]
+    assert [node.stored for node in sim.planner.inventory.tree.nodes()] == [0]
 
 
 def test_what_others_computed_meanwhile_is_not_put_in_twice(simulations: list[Simulation]) -> None:
@@ -364,17 +364,17 @@ def test_what_others_computed_meanwhile_is_not_put_in_twice(simulations: list[Si
     chosen(sim, asked(sim), HAS, HAS)
     reads = begun(sim)
     served(sim, 10)
-    state = sim.planner.state
-    for node in list(state.tree.nodes()):
+    inventory = sim.planner.inventory
+    for node in list(inventory.tree.nodes()):
         sim.carry_out(sim.planner.backups.backup(node))
     sim.settle()
 
     (gained,) = [result for one in reads for result in delivered(sim, one)]
 
     assert gained.pages == 8
-    assert state.free[FULL_HOST].held == 8
-    assert state.free[place_of(STATES, Tier.HOST)].held == 2
-    assert sorted(node.end for node in state.tree.nodes()) == [5, 8]
+    assert inventory.free[FULL_HOST].held == 8
+    assert inventory.free[place_of(STATES, Tier.HOST)].held == 2
+    assert sorted(node.end for node in inventory.tree.nodes()) == [5, 8]
 
 
 @pytest.mark.parametrize("came", [Outcome.HIT, Outcome.MISS])
@@ -392,19 +392,19 @@ def test_a_state_is_put_in_where_others_published_the_pages_on_the_device_only(
 
     assert gained.pages == 3
     assert sim.open(PROMPT).matched_pages == 3
-    assert sim.planner.state.free[FULL_HOST].held == 3
+    assert sim.planner.inventory.free[FULL_HOST].held == 3
 
 
 def test_a_path_that_cannot_be_on_the_host_keeps_what_follows_off_it(simulations: list[Simulation]) -> None:
     sim = roomy(simulations, host=5)
     served(sim, 6)
     query = asked(sim)
-    state = sim.planner.state
-    taken = state.free[FULL_HOST].allocate(3)  # two are left for three pages
+    inventory = sim.planner.inventory
+    taken = inventory.free[FULL_HOST].allocate(3)  # two are left for three pages
     choice = sim.planner.prefetches.choose(query, {0: HAS})
 
     assert (choice.reading, choice.reason) == (None, MissReason.HOST_CAPACITY)
-    state.free[FULL_HOST].release(taken)
+    inventory.free[FULL_HOST].release(taken)
     sim.planner.prefetches.release(query)
 
 
@@ -429,7 +429,7 @@ def test_pages_are_read_once_and_everyone_waits_for_his_own(simulations: list[Si
     assert delivered(sim, reads[1]) == []
     assert [(one.reading, one.pages) for one in delivered(sim, reads[0])] == [(short, 5)]
     assert [(one.reading, one.pages) for one in delivered(sim, reads[2])] == [(long, 8)]
-    assert sim.planner.state.free[FULL_HOST].held == 8
+    assert sim.planner.inventory.free[FULL_HOST].held == 8
 
 
 def test_sequences_that_part_share_what_they_have_in_common(simulations: list[Simulation]) -> None:
@@ -458,7 +458,7 @@ def test_what_failed_to_come_failed_for_all_who_waited(simulations: list[Simulat
     assert [(one.reading, one.pages, one.reason) for one in delivered(sim, reads[1])] == [
         (second, 2, MissReason.COLD)
     ]
-    assert sim.planner.state.free[FULL_HOST].held == 2
+    assert sim.planner.inventory.free[FULL_HOST].held == 2
 
 
 def test_pages_without_a_state_are_put_in_for_those_who_need_none_there(
@@ -478,9 +478,9 @@ def test_what_a_reading_stands_on_stays_while_it_waits(simulations: list[Simulat
     second = chosen(sim, asked(sim), HAS)
     one, other = begun(sim)
     delivered(sim, one)
-    sim.planner.state.evict(FULL_HOST, 64, dirty=True)
+    sim.planner.inventory.evict(FULL_HOST, 64, dirty=True)
 
-    assert sim.planner.state.free[FULL_HOST].held == 5 + 3
+    assert sim.planner.inventory.free[FULL_HOST].held == 5 + 3
     assert [(one.reading, one.pages) for one in delivered(sim, other)] == [(second, 8)]
 
 
@@ -497,7 +497,7 @@ def test_what_nobody_waits_for_does_not_begin(simulations: list[Simulation]) -> 
     assert reader.abandon(reading) == []
     assert reader.next_read() is None
     assert [one.pages for one in delivered(sim, read)] == [3], "what had begun is there for others"
-    assert (sim.planner.state.free[FULL_HOST].held, reader.in_flight) == (3, [])
+    assert (sim.planner.inventory.free[FULL_HOST].held, reader.in_flight) == (3, [])
 
 
 def test_what_one_gave_up_another_reads(simulations: list[Simulation]) -> None:
@@ -574,4 +574,4 @@ def test_pages_that_were_published_during_a_read_get_digests_with_those_that_it_
     (read,) = begun(sim)
     served(sim, 4)
     delivered(sim, read)
-    assert sim.planner.state.verify() == []
+    assert sim.planner.inventory.verify() == []

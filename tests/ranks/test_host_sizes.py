@@ -96,7 +96,7 @@ def test_a_group_opens_with_sizes_that_its_host_has_memory_for(
     async def main(world: SeededWorld) -> None:
         storage = [MemoryBackend(MemoryStore()) for _ in specs]
         async with seeded_group(world, openings(world, specs, config, storage)) as mirror:
-            slots = mirror.cache._parts.planner.state.free_slots()
+            slots = mirror.cache._parts.planner.inventory.free_slots()
             host = next(found for (_, tier), found in slots.items() if tier.name == "HOST")
             assert len(host) == pytest.approx(alone / parts, abs=1)
 

@@ -292,7 +292,7 @@ async def hostile(world: SeededWorld) -> int:
         await cache.drain()
         assert cache.verify() == []
         assert engine.wrong == []
-        books = cache._parts.planner.state
+        books = cache._parts.planner.inventory
         assert not books.requests
         assert not books.tier_copies
     assert len(asyncio.all_tasks()) == 1, "closing leaves no task behind"

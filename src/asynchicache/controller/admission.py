@@ -129,7 +129,7 @@ class Admission:
 
     def _cure(self, request: RequestState) -> str:
         """What the caller of a wait that leads nowhere can do."""
-        others = [one for one in self._planner.state.requests if one is not request and not one.resting]
+        others = [one for one in self._planner.inventory.requests if one is not request and not one.resting]
         if not others:
             return "raise the device slots, or make the prompt shorter"
         return (
@@ -142,7 +142,7 @@ class Admission:
         If all requests that hold slots wait for each other, those that have not loaded yet release their
         match. If there are none of these, the last waiter gives way.
         """
-        if self._executor.in_flight() or not self._queue.all_wait(self._planner.state.requests):
+        if self._executor.in_flight() or not self._queue.all_wait(self._planner.inventory.requests):
             return False
         # First those who lose least: a match can be made again, computed pages cannot.
         others = [one for one in self._queue.holding() if one is not waiter]

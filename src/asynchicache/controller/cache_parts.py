@@ -81,7 +81,7 @@ class CacheParts:
         self.hosts = hosts
         self.storage = storage
         self.port = port
-        self.namespaces = Namespaces(planner.state.tree.roots)
+        self.namespaces = Namespaces(planner.inventory.tree.roots)
         self.events = EventHub(planner, self.namespaces)
         self.hits = HitCounters()
         presence = PresenceQueries(storage, executor)
@@ -107,11 +107,11 @@ class CacheParts:
 
     def trace(self, tracer: Tracer | None) -> None:
         """Report the begin and end of copies, writes and evictions to `tracer`; None: stop."""
-        self.executor.tracer = self.planner.state.tracer = self.storage_writer.tracer = tracer
+        self.executor.tracer = self.planner.inventory.tracer = self.storage_writer.tracer = tracer
 
     def count_served(self, request: RequestState) -> None:
         """Count a request whose prefix is loaded."""
-        prompt, hit = request.prompt, request.hit_tokens(self.planner.state.page_size)
+        prompt, hit = request.prompt, request.hit_tokens(self.planner.inventory.page_size)
         reason = self.planner.reason(request)
         self.hits.count(prompt, hit, request.tier, reason, self.planner.held_back_by(request))
         self.hits.hit_slots.update(request.sources)
@@ -127,7 +127,7 @@ class CacheParts:
 
     def open_requests(self) -> list[str]:
         """Describe the requests that were entered and not closed, with the place where each was made."""
-        requests = self.planner.state.requests
+        requests = self.planner.inventory.requests
         left = [one for one in requests if not one.closed]
         return sorted(f"one of {len(one.tokens)} tokens, made at {one.made_at or '?'}" for one in left)
 

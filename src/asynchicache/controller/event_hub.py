@@ -98,10 +98,10 @@ class EventHub:
     """The subscribers of one cache."""
 
     def __init__(self, planner: Planner, namespaces: Namespaces) -> None:
-        state = planner.state
-        self._tree = state.tree
+        inventory = planner.inventory
+        self._tree = inventory.tree
         self._writer = planner.backups
-        self._announcer = TreeEvents(state.tree, state.spec.owners, namespaces, self._tell)
+        self._announcer = TreeEvents(inventory.tree, inventory.spec.owners, namespaces, self._tell)
         self._subscriptions: WeakSet[EventSubscription] = WeakSet()
 
     def subscribe(self, limit: int) -> EventSubscription:

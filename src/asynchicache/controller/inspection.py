@@ -15,7 +15,7 @@ class Inspection:
     To be read between two turns of the loop, and not changed.
 
     Attributes:
-        planner: all decisions. `planner.state` knows who holds which slot: the tree with its nodes, the
+        planner: all decisions. `planner.inventory` knows who holds which slot: the tree with its nodes, the
             allocators by place, requests, copies and locks; `planner.prefetches` has the reads in flight.
         storage: the attached storage, with the breaker of each pool; false without one.
         costs: what was measured of reading and computing.
@@ -44,18 +44,18 @@ class Inspection:
 
     def marked_stored(self) -> Iterator[tuple[str, Sequence[bytes]]]:
         """By node and pool, the digests of pages and states that are believed to be stored."""
-        state = self.planner.state
-        for node in state.tree.nodes():
-            digests = state.tree.digests(node)
-            for component_id in range(len(state.names)):
+        inventory = self.planner.inventory
+        for node in inventory.tree.nodes():
+            digests = inventory.tree.digests(node)
+            for component_id in range(len(inventory.names)):
                 if node.stored >> component_id & 1:
-                    for pool in state.sharing(component_id):
-                        yield pool, digests if state.spec.pool(pool).per_token else digests[-1:]
+                    for pool in inventory.sharing(component_id):
+                        yield pool, digests if inventory.spec.pool(pool).per_token else digests[-1:]
 
     @contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
         """During the body, tell `observer` what happens; asked for room before those that came first."""
-        observers = self.planner.state.observers
+        observers = self.planner.inventory.observers
         observers.insert(0, observer)
         try:
             yield

@@ -234,7 +234,7 @@ class Prefetcher:
         self._settle(prefetch, reason)
 
     def _begin(self, request: RequestState) -> _Prefetch:
-        known = _KnownPresence(self._planner.state.names)
+        known = _KnownPresence(self._planner.inventory.names)
         news = asyncio.get_running_loop().create_future()
         return _Prefetch(request, known, news, self._planner.activity.period)
 
@@ -284,7 +284,7 @@ class Prefetcher:
 
     async def _wait_in_parts(self, prefetch: _Prefetch, seconds: float) -> MissReason:
         """Wait for a prefix, and near the end of the time for a shorter one too; as `_wait`."""
-        share = _SHARE_OF_THE_WHOLE if self._planner.state.tree.components else 1.0
+        share = _SHARE_OF_THE_WHOLE if self._planner.inventory.tree.components else 1.0
         reason = await self._wait(prefetch, seconds * share)
         if share < 1 and prefetch.ended is None and not prefetch.gone:
             await self._read_shorter(prefetch, reason, seconds * (1 - share))
@@ -403,7 +403,7 @@ class Prefetcher:
     def _measure(self, prefetch: _Prefetch) -> None:
         """A reading begins: note how many bytes it brings, behind those of others."""
         assert prefetch.reading is not None, "it was just chosen"
-        free = self._planner.state.free
+        free = self._planner.inventory.free
         prefetch.nbytes = sum(
             len(pages) * free[place_of(component_id, Tier.HOST)].slot_bytes
             for component_id, pages in prefetch.reading.unbegun.items()
@@ -448,7 +448,7 @@ class Prefetcher:
         if not (self._options.load_or_compute or self._options.min_fetch_tokens):
             return True
         pages, nbytes = self._prefetches.estimate(query, reach)
-        size = self._planner.state.page_size
+        size = self._planner.inventory.page_size
         if not nbytes:
             return True
         if not self._options.load_or_compute:
@@ -458,7 +458,7 @@ class Prefetcher:
 
     async def _digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
         """Digests of all pages that could be restored."""
-        size = self._planner.state.page_words
+        size = self._planner.inventory.page_words
         known = self._prefetches.known_digests(tokens, seed)
         with memoryview(tokens) as view:
             rest = view[len(known) * size : (len(tokens) - 1) // size * size].tobytes()
@@ -490,7 +490,7 @@ class Prefetcher:
         if end is not None and reason is MissReason.NONE and not known.flags[FULL][query.memory_pages - 1]:
             self._storage_writer.write_lost(end)
         reach = known.reach(query.memory_pages)
-        for component_id in range(1, len(self._planner.state.names)):
+        for component_id in range(1, len(self._planner.inventory.names)):
             if self._prefetches.can_read(component_id):
                 first = self._prefetches.first_page(query, component_id)
                 other = await self._ask(known, component_id, digests, range(first, max(first, reach)))
@@ -501,8 +501,8 @@ class Prefetcher:
         self, known: _KnownPresence, tokens: array[int], seed: bytes, digests: list[bytes], pages: int
     ) -> _StoredTail | None:
         """The longest tail behind the first `pages` pages that storage has, with its states."""
-        state = self._planner.state
-        if not state.tails or not self._planner.loads.takes_tails(tokens):
+        inventory = self._planner.inventory
+        if not inventory.tails or not self._planner.loads.takes_tails(tokens):
             return None
         if pages in known.tails:
             return known.tails[pages]
@@ -510,7 +510,7 @@ class Prefetcher:
         # path, so questions about them are shared in the same way.
         ends = self._prefetches.tail_digests(tokens, seed, digests, pages)
         there: Sequence[int] = range(len(ends))
-        for component_id in range(len(state.names)):
+        for component_id in range(len(inventory.names)):
             if not (there and self._prefetches.can_read(component_id)):
                 return None
             first, stop = there[0], there[-1] + 1
@@ -541,7 +541,7 @@ class Prefetcher:
             return
         if not self._readers:
             return
-        components = range(len(self._planner.state.names))
+        components = range(len(self._planner.inventory.names))
         while (read := self._prefetches.next_read(self._pace.most(components))) is not None:
             self._pace.began(read.component_id)
             reader = self._readers[read.pages[0].waiters[0]]

@@ -50,7 +50,7 @@ class BaseRequest:
         self._namespace = parts.namespaces.named(seed)
         self._tokens = tokens
         self._prompt = len(tokens) if prompt is None else prompt
-        self._page_keys = parts.planner.state.page_keys
+        self._page_keys = parts.planner.inventory.page_keys
         self._stream: Stream | None = None
         self._state: RequestState | None = None
         self._closed = False
@@ -180,7 +180,7 @@ class BaseRequest:
         if state is None:
             return "closed" if self._closed else "not entered"
         if state.loaded:
-            restored = f"{state.hit_tokens(self._planner.state.page_size)} restored"
+            restored = f"{state.hit_tokens(self._planner.inventory.page_size)} restored"
             return f"finished, {restored}" if state.finished else f"loaded, {restored}"
         return "resting" if state.resting else f"matched, {self.hit.tokens} to restore"
 
@@ -206,7 +206,7 @@ class BaseRequest:
     def hit(self) -> Hit:
         """The hit: an estimate before `load`, exact after it."""
         state = self._open()
-        size = self._planner.state.page_size
+        size = self._planner.inventory.page_size
         tokens = state.hit_tokens(size)
         full = max(tokens, (state.branching_pages or 0) * size)
         tier = state.tier if state.loaded else self._planner.loads.tier(state)
@@ -287,7 +287,7 @@ class BaseRequest:
         """What a load copies if nothing can be restored: the device has failed, or the weights changed."""
         if self._executor.failure is not None:
             return self._planner.loads.load_nothing(state)
-        if state.epoch != self._planner.state.tree.epoch or self._planner.changes_weights:
+        if state.epoch != self._planner.inventory.tree.epoch or self._planner.changes_weights:
             return self._planner.loads.load_nothing(state, MissReason.WEIGHTS)
         return None
 
@@ -313,7 +313,7 @@ class BaseRequest:
     def _publishes(self, state: RequestState) -> bool:
         """Whether checkpoints are published: the device is well, the weights are those of the match and not
         about to change, and the request's hint allows it."""
-        current = state.epoch == self._planner.state.tree.epoch and not self._planner.changes_weights
+        current = state.epoch == self._planner.inventory.tree.epoch and not self._planner.changes_weights
         return current and self._executor.failure is None and not state.hint.transient
 
     def _order_after(self, state: RequestState, stream: Stream | None) -> None:
@@ -434,15 +434,15 @@ class Request(BaseRequest):
 
     def _page_pool(self, pool: str) -> int:
         """The component whose slots a pool with pages uses."""
-        state = self._planner.state
-        for component_id in (FULL, *(component.id for component in state.tree.windows)):
-            if pool in state.sharing(component_id):
+        inventory = self._planner.inventory
+        for component_id in (FULL, *(component.id for component in inventory.tree.windows)):
+            if pool in inventory.sharing(component_id):
                 return component_id
         raise self._unknown_pool(pool, "pages", "states")
 
     def _unknown_pool(self, pool: str, asked: str, other: str) -> UnknownPoolError:
         """The error of `pages` or `state`, which was `asked` for a pool of the other kind, or of none."""
-        spec = self._planner.state.spec
+        spec = self._planner.inventory.spec
         with_pages = [one.name for one in spec.pools if one.per_token]
         with_states = [one.name for one in spec.pools if not one.per_token]
         names = {"pages": with_pages, "states": with_states}
@@ -462,7 +462,7 @@ class Request(BaseRequest):
             UnknownPoolError: the pool has no states.
         """
         state = self._loaded()
-        cache = self._planner.state
+        cache = self._planner.inventory
         ids = (one.id for one in cache.tree.components if not one.paged and pool in cache.sharing(one.id))
         component_id = next(ids, None)
         if component_id is None:
@@ -634,7 +634,7 @@ class Request(BaseRequest):
         state.written[writer] = max(tokens, stop), None if states is None else stop if states else of_states
 
     def _written_by(self, state: RequestState, writer: object) -> tuple[int, int | None]:
-        restored = state.hit_tokens(self._planner.state.page_size)
+        restored = state.hit_tokens(self._planner.inventory.page_size)
         return state.written.get(writer, (restored, restored))
 
     def _check_reached(self, verb: str, state: RequestState, length: int, *, states: bool) -> None:
@@ -670,7 +670,7 @@ class Request(BaseRequest):
         """
         self._executor.check_stream(after)
         state, length = self._checked("snapshot", length)
-        size = self._planner.state.page_size
+        size = self._planner.inventory.page_size
         if length % size:
             raise RequestStateError(
                 f"snapshot({length}): states are published at whole pages of {size} tokens, such as "
@@ -726,7 +726,7 @@ class Request(BaseRequest):
 
     def _uses_states(self, state: RequestState, length: int, *, final: bool) -> bool:
         """Whether a checkpoint publishes the working states."""
-        cache = self._planner.state
+        cache = self._planner.inventory
         if state.snapshots and state.snapshot_tokens == length:
             return False
         whole = length % cache.page_size == 0
@@ -737,7 +737,7 @@ class Request(BaseRequest):
         """Run the copies; returns the ticket of the states' copy, a done one if there is none."""
         ticket = self._executor.run(copies, self._on_wait(state))
         if ticket is None or copies[-1].direction is not Direction.FORK:
-            return done_ticket(self._planner.state.spec.layers, self._on_wait(state))
+            return done_ticket(self._planner.inventory.spec.layers, self._on_wait(state))
         self._copying = ticket
         return ticket
 
@@ -760,7 +760,7 @@ class Request(BaseRequest):
         before, length = self._checked("suspend", length)
         self._check_reached("suspend", before, length, states=self._uses_states(before, length, final=True))
         resumed = self._planner.reopen(before)
-        published = before.borrowed * self._planner.state.page_size
+        published = before.borrowed * self._planner.inventory.page_size
         if before.states and published < before.snapshot_tokens < length:
             self.checkpoint(before.snapshot_tokens, after=after)
         self.checkpoint(length, after=after, final=True)
@@ -857,14 +857,14 @@ class EngineRequest(BaseRequest):
         if state.finished:
             raise RequestStateError("the request is finished: its last checkpoint was final")
         self._check_known(length)
-        size = self._planner.state.page_size
+        size = self._planner.inventory.page_size
         copies = self._planner.engine.backup(
             state, length // size, pages, states=length % size == 0, usable=self._publishes(state)
         )
         state.finished = final
         self._order_after(state, after)
         ticket = self._executor.run(copies, self._on_wait(state))
-        return ticket or done_ticket(self._planner.state.spec.layers, self._on_wait(state))
+        return ticket or done_ticket(self._planner.inventory.spec.layers, self._on_wait(state))
 
     def _count_hit(self, state: RequestState) -> None:
         super()._count_hit(state)
@@ -874,7 +874,7 @@ class EngineRequest(BaseRequest):
 
     def _check_known(self, length: int) -> None:
         """Refuse a length behind what is known of the prefix."""
-        cache, known = self._planner.state, len(self._tokens)
+        cache, known = self._planner.inventory, len(self._tokens)
         if self._page_keys:
             known = known // cache.page_words * cache.page_size
         if not 0 <= length < known + (cache.page_size if self._page_keys else 1):

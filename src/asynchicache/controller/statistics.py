@@ -9,7 +9,7 @@ from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.controller.hit_counters import HitCounters
 from asynchicache.controller.storage_writer import WriteCounters
 from asynchicache.histograms import Distribution
-from asynchicache.planner.state import CacheState, PlannerCounters
+from asynchicache.planner.inventory import PlannerCounters, SlotInventory
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.pools.extents import ExtentAllocator
 from asynchicache.storage.statistics import PoolStatistics
@@ -107,12 +107,12 @@ def collect_statistics(
     group: GroupStatistics | None = None,
 ) -> CacheStatistics:
     """Copy all counters as they are now."""
-    state = parts.planner.state
+    inventory = parts.planner.inventory
     return CacheStatistics(
         served=parts.hits.copy(),
-        occupancy=_occupancy(state),
-        evicted=_evicted(state),
-        planner=state.counters.copy(),
+        occupancy=_occupancy(inventory),
+        evicted=_evicted(inventory),
+        planner=inventory.counters.copy(),
         traffic=replace(parts.storage_writer.traffic.copy(), copies_failed=parts.executor.copies_failed),
         transfers=parts.transfers.statistics(),
         storage=parts.storage.statistics(),
@@ -120,17 +120,17 @@ def collect_statistics(
         pages_read=parts.prefetcher.pages_read,
         prefetch_waits=parts.prefetcher.waits.snapshot(),
         room_waits=parts.admission.waits.snapshot(),
-        tokens_per_end=state.tokens_per_end(),
+        tokens_per_end=inventory.tokens_per_end(),
         group=group,
-        host_bytes=state.host_bytes(),
-        memory_bytes={tier: state.memory_bytes(tier) for tier in (Tier.DEVICE, Tier.HOST)},
+        host_bytes=inventory.host_bytes(),
+        memory_bytes={tier: inventory.memory_bytes(tier) for tier in (Tier.DEVICE, Tier.HOST)},
     )
 
 
-def _occupancy(state: CacheState) -> dict[str, tuple[Occupancy, Occupancy]]:
+def _occupancy(inventory: SlotInventory) -> dict[str, tuple[Occupancy, Occupancy]]:
     occupancy = {}
-    for component_id, name in enumerate(state.names):
-        tiers = [_of(free) for free in state.free[2 * component_id :][:2]]
+    for component_id, name in enumerate(inventory.names):
+        tiers = [_of(free) for free in inventory.free[2 * component_id :][:2]]
         occupancy[name] = (tiers[0], tiers[1])
     return occupancy
 
@@ -142,9 +142,9 @@ def _of(free: SlotAllocator) -> Occupancy:
     return Occupancy(capacity, free.held, free.quarantined, free.closed)
 
 
-def _evicted(state: CacheState) -> dict[str, tuple[int, int]]:
-    evicted = state.counters.evicted
+def _evicted(inventory: SlotInventory) -> dict[str, tuple[int, int]]:
+    evicted = inventory.counters.evicted
     return {
         name: (evicted[place_of(component_id, Tier.DEVICE)], evicted[place_of(component_id, Tier.HOST)])
-        for component_id, name in enumerate(state.names)
+        for component_id, name in enumerate(inventory.names)
     }

@@ -97,7 +97,7 @@ class StorageWriter:
         self._executor = executor
         self._planner = planner
         self._backups = planner.backups
-        self._state = planner.state
+        self._inventory = planner.inventory
         self._storage = stored
         self._presence = presence
         self._budget = WriteBudget(limit_bytes)
@@ -162,7 +162,7 @@ class StorageWriter:
             return
         if _removed(node):  # room for the copies of its path may have been made with it
             return
-        if self._state.tree.pages_without_digests(node) > SLICE_PAGES:
+        if self._inventory.tree.pages_without_digests(node) > SLICE_PAGES:
             period = self._planner.activity.period if period is None else period
             self._executor.call(self._store_later(node, period, wait), period)
             return
@@ -187,13 +187,13 @@ class StorageWriter:
     async def _store_later(self, node: Node, period: int, wait: bool) -> None:
         """Write a long path whose digests must be computed first, over many loop iterations."""
         kept: Locks = [(node, FULL_HOST)] if node.residency[FULL_HOST] == RESIDENT else []
-        self._state.lock(kept)
+        self._inventory.lock(kept)
         self._backups.preparing.append(node)
         try:
-            await complete_digests(self._state.tree, node)
+            await complete_digests(self._inventory.tree, node)
         finally:
             self._backups.preparing.remove(node)
-            self._state.unlock(kept)
+            self._inventory.unlock(kept)
         if node.parent is not None:
             self.store(node, period=period, wait=wait)
 
@@ -259,7 +259,7 @@ class StorageWriter:
 
     async def _with_promised(self, digests: list[bytes], promise: PromisedPrefix) -> list[bytes]:
         """The digests of all pages of a promise, given those that are in memory."""
-        size = self._state.tree.page_size
+        size = self._inventory.tree.page_size
         rest = memoryview(promise.words)[len(digests) * size : promise.pages * size]
         return digests + await sliced_digests(rest, size, digests[-1] if digests else promise.seed)
 
@@ -303,7 +303,7 @@ class StorageWriter:
         and these are not shed."""
         self._awaited[node] += 1
         try:
-            with self._state.keeping(node):
+            with self._inventory.keeping(node):
                 yield
         finally:
             self._awaited[node] -= 1
@@ -342,7 +342,7 @@ class StorageWriter:
     async def _has(self, promise: PromisedPrefix, last: Node, earlier: Sequence[Node]) -> bool | None:
         """Whether storage says that it has what is promised; None without an answer."""
         with self._executor.busy():  # who waits for room that this wait keeps must not give up
-            await complete_digests(self._state.tree, last)
+            await complete_digests(self._inventory.tree, last)
             return await self.confirm(last, earlier, promise)
 
     async def _path_written(self, node: Node) -> bool:
@@ -450,11 +450,11 @@ class StorageWriter:
     def _unused(self, detached: AttachedStorage, pool: str, slots: frozenset[int]) -> None:
         """A read of `pool` has ended that outlived its storage: its slots can be used again, unless calls of
         pools that share them go on."""
-        for component_id in range(len(self._state.names)):
-            names = self._state.sharing(component_id)
+        for component_id in range(len(self._inventory.names)):
+            names = self._inventory.sharing(component_id)
             if pool in names:
                 unused = slots - detached.used(names, slots)
-                self._state.free[place_of(component_id, Tier.HOST)].readmit(unused)
+                self._inventory.free[place_of(component_id, Tier.HOST)].readmit(unused)
         self._executor.notify()
 
     async def clear(self) -> int:

@@ -10,8 +10,8 @@ from itertools import takewhile
 
 from asynchicache.planner.actions import Copy, StorageWrite, StoredSpan
 from asynchicache.planner.activity import Activity
+from asynchicache.planner.inventory import SlotInventory
 from asynchicache.planner.request_state import RequestState
-from asynchicache.planner.state import CacheState
 from asynchicache.tree import tier_copies
 from asynchicache.tree.node import (
     ABSENT,
@@ -54,9 +54,9 @@ class BackupPlanner:
         forgotten: how many times all knowledge of storage was dropped.
     """
 
-    def __init__(self, state: CacheState, activity: Activity) -> None:
-        self._state = state
-        self._tree = state.tree
+    def __init__(self, inventory: SlotInventory, activity: Activity) -> None:
+        self._inventory = inventory
+        self._tree = inventory.tree
         self._activity = activity
         self.postponed: dict[CopyRequest, int] = {}
         self.urgent: list[Node] = []
@@ -66,19 +66,19 @@ class BackupPlanner:
         self.forgotten = 0
         self._writes: set[StorageWrite] = set()
         self._there: set[tuple[int, bytes]] = set()  # by component, pages of nodes that storage lost in part
-        self._states = {component.id for component in state.tree.components if not component.paged}
-        self._clean_target = int(state.free[FULL_DEVICE].capacity * state.options.clean_share)
+        self._states = {component.id for component in inventory.tree.components if not component.paged}
+        self._clean_target = int(inventory.free[FULL_DEVICE].capacity * inventory.options.clean_share)
 
     def due(self, node: Node) -> bool:
         """Whether the write policy requires a host copy of this node now."""
-        policy = self._state.options.write_policy
+        policy = self._inventory.options.write_policy
         if policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             return node.hits >= _SELECTIVE_HITS
         return policy is WritePolicy.WRITE_THROUGH
 
     def last_due(self, node: Node) -> Node | None:
         """The last node of the path to `node` that is due; None if there is none."""
-        if self._state.options.write_policy is WritePolicy.WRITE_BACK:
+        if self._inventory.options.write_policy is WritePolicy.WRITE_BACK:
             return None
         current: Node | None = node
         while current is not None and current.parent is not None and not self.due(current):
@@ -88,7 +88,7 @@ class BackupPlanner:
     def count_seen(self, request: RequestState, pages: int) -> None:
         """Count the request's first `pages` pages that the tree had when it came, in whatever tier or only
         lately, as asked for twice. They were not hit, because they or their states had been evicted."""
-        if self._state.options.write_policy is not WritePolicy.WRITE_THROUGH_SELECTIVE:
+        if self._inventory.options.write_policy is not WritePolicy.WRITE_THROUGH_SELECTIVE:
             return
         end = self._tree.known_end(request.tokens, request.seed, min(pages, request.known_pages))
         for node in takewhile(lambda one: one.hits < _SELECTIVE_HITS, end.path()):
@@ -102,7 +102,7 @@ class BackupPlanner:
             period: the `Activity` period of the work that this follows from. Default: the current period.
         """
         plan = self._plan_path(node, self._activity.period if period is None else period)
-        for observer in self._state.observers if self.urgent and not plan else ():
+        for observer in self._inventory.observers if self.urgent and not plan else ():
             observer.held_back(node)
         return plan
 
@@ -128,12 +128,12 @@ class BackupPlanner:
         counts: Counter[SlotPlace] = Counter()
         for want in wanted:
             counts[place_of(want.component_id, Tier.HOST)] += want.size
-        return self._state.has_room(counts)
+        return self._inventory.has_room(counts)
 
     def _cut_at_host(self, node: Node) -> None:
         """Split the path to `node` where the host ends, because a node is copied whole or not at all. With
         states or windows only a forward that ends there (`Planner.cuts`) makes its beginning of use."""
-        most = self._state.host_pages
+        most = self._inventory.host_pages
         if not most or self._tree.components:
             return
         while node.parent is not None and node.end - node.pages >= most:
@@ -144,13 +144,13 @@ class BackupPlanner:
     def part_on_host(self, node: Node) -> Node:
         """The end of what the host holds of the path to `node`; the root, if no part of it ends there."""
         self._cut_at_host(node)
-        while node.parent is not None and node.end > self._state.host_pages:
+        while node.parent is not None and node.end > self._inventory.host_pages:
             node = node.parent
         return node
 
     def _missing(self, node: Node) -> list[CopyRequest]:
         """What the path to `node` lacks on the host, of components that have host slots."""
-        free = self._state.free
+        free = self._inventory.free
         if not free[FULL_HOST].capacity:
             return []  # windows and states need the full pages on the host too
         missing = tier_copies.missing_on_host(self._tree, node)
@@ -159,12 +159,12 @@ class BackupPlanner:
     def lacks_room(self, node: Node) -> bool:
         """Whether something on the path to `node` still needs host room: it is on the device, but neither on
         the host nor in storage. A path that is longer than the host waits for no room."""
-        fits = node.end <= self._state.host_pages
+        fits = node.end <= self._inventory.host_pages
         return fits and any(not _is_stored(want) for want in self._missing(node))
 
     def _copy(self, node: Node, wanted: list[CopyRequest], period: int) -> list[Copy]:
         """Copy `wanted`, on the path to `node`, to the host, as far as there is room; postpone the rest."""
-        state = self._state
+        inventory = self._inventory
         if not wanted:
             return []
         with self._locked(node, wanted):
@@ -176,12 +176,12 @@ class BackupPlanner:
         transfers = [
             transfer
             for (below, component_id), slots in batch
-            for transfer in state.transfers(
+            for transfer in inventory.transfers(
                 component_id, below.slots_at(place_of(component_id, Tier.DEVICE)), slots
             )
         ]
-        state.counters.backed_up += sum(want.size for want, _ in batch)
-        tier_copy = state.begin(Tier.HOST, batch)
+        inventory.counters.backed_up += sum(want.size for want, _ in batch)
+        tier_copy = inventory.begin(Tier.HOST, batch)
         return [Copy(Direction.BACKUP, transfers, tier_copy, publishes=batch[-1][0].node, period=period)]
 
     def _postpone(self, wanted: list[CopyRequest], period: int) -> None:
@@ -232,7 +232,7 @@ class BackupPlanner:
         for want in wanted:
             counts[place_of(want.component_id, Tier.HOST)] += want.size
         with self._locked(wanted[-1].node, wanted):
-            return self._state.make_room_for_all(counts) is None
+            return self._inventory.make_room_for_all(counts) is None
 
     @contextmanager
     def _locked(self, node: Node, wanted: list[CopyRequest]) -> Iterator[None]:
@@ -243,31 +243,31 @@ class BackupPlanner:
             node = node.parent
         if node.parent is not None:
             locks.append((node, FULL_HOST))
-        self._state.lock(locks)
+        self._inventory.lock(locks)
         try:
             yield
         finally:
-            self._state.unlock(locks)
+            self._inventory.unlock(locks)
 
     def _host_slots(self, wanted: list[CopyRequest]) -> list[tuple[CopyRequest, list[int]]]:
         """Allocate host slots for `wanted`, parents first, as far as there is room."""
         batch: list[tuple[CopyRequest, list[int]]] = []
         for want in wanted:
             place = place_of(want.component_id, Tier.HOST)
-            if self._state.make_room(place, want.size):
-                batch.append((want, self._state.free[place].allocate(want.size)))
+            if self._inventory.make_room(place, want.size):
+                batch.append((want, self._inventory.free[place].allocate(want.size)))
                 continue
-            self._state.counters.host_pressure += want.size
+            self._inventory.counters.host_pressure += want.size
             if want.component_id == FULL:
                 break  # later entries need this one on the host
         return batch
 
     def clean(self) -> list[Copy]:
         """Under write-back: back up the next pages to be evicted, ahead of need."""
-        if self._state.options.write_policy is not WritePolicy.WRITE_BACK:
+        if self._inventory.options.write_policy is not WritePolicy.WRITE_BACK:
             return []
         queue = self._tree.queues[FULL_DEVICE]
-        short = self._clean_target - self._state.free[FULL_DEVICE].available
+        short = self._clean_target - self._inventory.free[FULL_DEVICE].available
         seen: list[Node] = []
         plan: list[Copy] = []
         while (
@@ -283,18 +283,18 @@ class BackupPlanner:
     def store(self, node: Node) -> StorageWrite | None:
         """Begin a write of what the path to `node` has on the host and not in storage; None if nothing."""
         work = StorageWrite(self.forgotten)
-        if not self._state.tree.is_current(node):
+        if not self._inventory.tree.is_current(node):
             return None  # its pages are of weights whose keys are not in use any more
         for below in reversed([*node.path()]):
             if below.tail and not below.hits:
                 break  # the end of a prompt, of which no request has gone on yet: its answer follows it
-            for component_id in range(len(self._state.names)):
+            for component_id in range(len(self._inventory.names)):
                 resident = below.residency[place_of(component_id, Tier.HOST)] == RESIDENT
                 if resident and not below.stored >> component_id & 1:
                     self._add(work, below, component_id)
         if not work.marks:
             return None
-        self._state.lock(work.locks)
+        self._inventory.lock(work.locks)
         self._writes.add(work)
         return work
 
@@ -308,7 +308,7 @@ class BackupPlanner:
             ]
             self._there.difference_update((component_id, digest) for digest in digests)
             digests, held = [digest for digest, _ in left], [slot for _, slot in left]
-        for pool in self._state.sharing(component_id):
+        for pool in self._inventory.sharing(component_id):
             keys, slots = work.pages.setdefault(pool, ([], []))
             keys += digests
             slots += held
@@ -333,7 +333,7 @@ class BackupPlanner:
     def _is_moving(self, node: Node) -> bool:
         """Whether a component of `node` that is not stored is being copied to the host, or is still arriving
         on the device."""
-        for component_id in range(len(self._state.names)):
+        for component_id in range(len(self._inventory.names)):
             if node.stored >> component_id & 1:
                 continue
             device = node.residency[place_of(component_id, Tier.DEVICE)]
@@ -349,7 +349,7 @@ class BackupPlanner:
         storing = self.storing()
         while node.parent is not None:
             held = 0
-            for component_id in range(len(self._state.names)):
+            for component_id in range(len(self._inventory.names)):
                 slots = (
                     node.slots[place_of(component_id, Tier.DEVICE)]
                     or node.slots[place_of(component_id, Tier.HOST)]
@@ -526,7 +526,7 @@ class BackupPlanner:
 
     def finish(self, work: StorageWrite) -> None:
         """Release the locks of a write: the engine no longer reads its slots."""
-        self._state.unlock(work.locks)
+        self._inventory.unlock(work.locks)
 
 
 def _is_stored(want: CopyRequest) -> bool:

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from asynchicache.errors import UsageError
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.backup import BackupPlanner
+from asynchicache.planner.inventory import SlotInventory
 from asynchicache.planner.request_state import RequestState
-from asynchicache.planner.state import CacheState
 from asynchicache.tree import tier_copies
 from asynchicache.tree.components import WindowComponent
 from asynchicache.tree.node import ABSENT, FULL, FULL_HOST, Locks, Node, place_of
@@ -27,11 +27,11 @@ NamedPages = Mapping[str, Sequence[int | None]]
 class EnginePlanner:
     """Plans loads to, and backups from, the pages of an engine."""
 
-    def __init__(self, state: CacheState, backups: BackupPlanner) -> None:
-        self._state = state
-        self._tree = state.tree
+    def __init__(self, inventory: SlotInventory, backups: BackupPlanner) -> None:
+        self._inventory = inventory
+        self._tree = inventory.tree
         self._backups = backups
-        self._states = [state.names[one.id] for one in state.tree.components if not one.paged]
+        self._states = [inventory.names[one.id] for one in inventory.tree.components if not one.paged]
         self._loading: set[tuple[str, int]] = set()  # pages that loads in flight write
 
     def check(self, pages: NamedPages, longest: int, *, written: bool) -> None:
@@ -46,11 +46,11 @@ class EnginePlanner:
             UsageError: an unknown pool, more pages than the prefix has (for a state: than one), a page that
                 does not exist, is named twice, or is being written by another load.
         """
-        known = self._state.engine_pages or {}
+        known = self._inventory.engine_pages or {}
         for pool, numbers in pages.items():
             if pool not in known:
                 raise UsageError(f"pool {pool!r} is none of those that own slots: {sorted(known)}")
-            per_token = self._state.spec.pool(pool).per_token
+            per_token = self._inventory.spec.pool(pool).per_token
             # A prefix shorter than a page has no state to load, but the engine has one to name when it ends.
             most = longest if per_token else min(longest, 1) if written else 1
             if len(numbers) > most:
@@ -87,11 +87,11 @@ class EnginePlanner:
         request.hit_pages = node.end
         request.tier = self._tier(request, node, transfers)
         self._count_sources(request, node, transfers)
-        copy = Copy(Direction.LOAD, [], self._state.begin(Tier.DEVICE, []))
+        copy = Copy(Direction.LOAD, [], self._inventory.begin(Tier.DEVICE, []))
         tier_copies.keep(self._tree, copy.tier_copy, locks)
         for component_id, (sources, destinations) in transfers.items():
-            copy.transfers += self._state.transfers(component_id, sources, destinations)
-            self._loading.update((self._state.names[component_id], page) for page in destinations)
+            copy.transfers += self._inventory.transfers(component_id, sources, destinations)
+            self._loading.update((self._inventory.names[component_id], page) for page in destinations)
         self.unlock_prefix(request)
         return [copy.serve(request)]
 
@@ -101,7 +101,7 @@ class EnginePlanner:
         """By component, the host slots and the engine's pages of a load; and what keeps the host slots."""
         transfers: dict[int, tuple[list[int], list[int]]] = {}
         locks: Locks = []
-        for component_id, name in enumerate(self._state.names):
+        for component_id, name in enumerate(self._inventory.names):
             numbers = into.get(name, ())
             wanted = {node.end - len(numbers) + i: n for i, n in enumerate(numbers) if n is not None}
             if not wanted:
@@ -129,7 +129,7 @@ class EnginePlanner:
         if not component.paged:
             return {node.end - 1: node.slots_at(place_of(component_id, Tier.HOST))[0]}, [node]
         parts = [part for part in component.needs(node) if part.end > first]
-        behind = node.end - (self._state.spec.owners[component_id].coverage.pages or 0)
+        behind = node.end - (self._inventory.spec.owners[component_id].coverage.pages or 0)
         slots = _slots_of(parts, component_id)
         return {page: slot for page, slot in slots.items() if page >= behind}, parts
 
@@ -142,12 +142,12 @@ class EnginePlanner:
         self, request: RequestState, node: Node, transfers: Mapping[int, tuple[list[int], list[int]]]
     ) -> None:
         """Count by tier the pages and states that the engine gets; it has the others of the prefix."""
-        for component_id, name in enumerate(self._state.names):
+        for component_id, name in enumerate(self._inventory.names):
             host = len(transfers[component_id][0]) if component_id in transfers else 0
             stored = min(host, request.prefetched_pages)
             needed = node.end
             if component_id != FULL:
-                needed = min(needed, self._state.spec.owners[component_id].coverage.pages or 0)
+                needed = min(needed, self._inventory.spec.owners[component_id].coverage.pages or 0)
             request.sources[name, Tier.DEVICE] += needed - host
             request.sources[name, Tier.HOST] += host - stored
             request.sources[name, Tier.STORAGE] += stored
@@ -188,40 +188,40 @@ class EnginePlanner:
             return []
         if not states:
             named = {
-                pool: of_pool for pool, of_pool in named.items() if self._state.spec.pool(pool).per_token
+                pool: of_pool for pool, of_pool in named.items() if self._inventory.spec.pool(pool).per_token
             }
-        state, tree = self._state, self._tree
+        inventory, tree = self._inventory, self._tree
         numbers = {
             name: {pages - len(of_pool) + i: n for i, n in enumerate(of_pool) if n is not None}
             for name, of_pool in named.items()
         }
         above = tree.rooted(tree.known_end(request.tokens, request.seed, pages))
         kept: Locks = [(above, FULL_HOST)] if above.pages else []
-        state.lock(kept)
+        inventory.lock(kept)
         try:
             end, batch = self._full_pages(request, above, pages, numbers)
             if end.end == pages and end.pages:
                 batch += self._others(end, numbers, kept)
         finally:
-            state.unlock(kept)
+            inventory.unlock(kept)
         request.published.pages.add(pages)
         if states and all(pages - 1 in numbers.get(name, ()) for name in self._states):
             request.published.resumable = max(request.published.resumable, pages)
-        state.bound_hint(request, end.end)
+        inventory.bound_hint(request, end.end)
         tree.published(end, request.lease.use, fresh=end is not above)
-        state.keep(request, end)
+        inventory.keep(request, end)
         return self._copy(end, batch, numbers)
 
     def _full_pages(
         self, request: RequestState, above: Node, pages: int, numbers: Mapping[str, Mapping[int, int]]
     ) -> tuple[Node, list[tuple[CopyRequest, list[int]]]]:
         """Grow the path behind `above` by the full pages that are named and have room; returns its end."""
-        state, tree = self._state, self._tree
-        named = numbers.get(state.names[FULL], {})
+        inventory, tree = self._inventory, self._tree
+        named = numbers.get(inventory.names[FULL], {})
         stop = next((page for page in range(above.end, pages) if page not in named), pages)
-        if not state.make_room(FULL_HOST, stop - above.end):
-            room = min(state.free[FULL_HOST].available, stop - above.end - 1)
-            state.counters.host_pressure += stop - above.end - room
+        if not inventory.make_room(FULL_HOST, stop - above.end):
+            room = min(inventory.free[FULL_HOST].available, stop - above.end - 1)
+            inventory.counters.host_pressure += stop - above.end - room
             stop = above.end + room
         end = above
         if stop > above.end:
@@ -234,7 +234,8 @@ class EnginePlanner:
                 part.hits = 1
         self._backups.count_seen(request, stop)
         parts = [*end.path(above.end)][::-1]
-        return end, [(CopyRequest(part, FULL), state.free[FULL_HOST].allocate(part.pages)) for part in parts]
+        free = inventory.free[FULL_HOST]
+        return end, [(CopyRequest(part, FULL), free.allocate(part.pages)) for part in parts]
 
     def _others(
         self, end: Node, numbers: Mapping[str, Mapping[int, int]], kept: Locks
@@ -245,7 +246,8 @@ class EnginePlanner:
         for begin in begins.values():  # all of them first: a cut divides nodes that have slots by then
             self._tree.cut_window(end, begin)
         for component in self._tree.components:
-            place, named = place_of(component.id, Tier.HOST), numbers.get(self._state.names[component.id], {})
+            place = place_of(component.id, Tier.HOST)
+            named = numbers.get(self._inventory.names[component.id], {})
             parts = [*end.path(begins.get(component.id, end.end - 1))]
             missing = [part for part in parts if part.residency[place] == ABSENT]
             if not all(page in named for part in missing for page in _pages(part, component.paged)):
@@ -254,11 +256,11 @@ class EnginePlanner:
                 if part not in missing:
                     self._tree.lock_for(kept, part, place)
             count = sum(len(_pages(part, component.paged)) for part in missing)
-            if not self._state.make_room(place, count):
-                self._state.counters.host_pressure += count
+            if not self._inventory.make_room(place, count):
+                self._inventory.counters.host_pressure += count
                 continue
             for part in reversed(missing):
-                slots = self._state.free[place].allocate(len(_pages(part, component.paged)))
+                slots = self._inventory.free[place].allocate(len(_pages(part, component.paged)))
                 batch.append((CopyRequest(part, component.id), slots))
             if not missing:
                 self._tree.use(component, end)
@@ -267,7 +269,7 @@ class EnginePlanner:
     def _begin(self, window: WindowComponent, end: Node, numbers: Mapping[str, Mapping[int, int]]) -> int:
         """The first page to keep of a window that ends at `end`: of the page that it need not have, only what
         the engine names or the host has."""
-        page, named = window.first_kept(end), numbers.get(self._state.names[window.id], {})
+        page, named = window.first_kept(end), numbers.get(self._inventory.names[window.id], {})
         *_, part = window.keeps(end)
         there = part.residency[place_of(window.id, Tier.HOST)] != ABSENT
         return page if there or page in named else window.first(end)
@@ -280,13 +282,14 @@ class EnginePlanner:
     ) -> list[Copy]:
         if not batch:
             return []
-        state, transfers = self._state, list[PoolTransfer]()
+        inventory, transfers = self._inventory, list[PoolTransfer]()
         for (part, component_id), slots in batch:
-            named = numbers[state.names[component_id]]
+            named = numbers[inventory.names[component_id]]
             paged = component_id == FULL or self._tree.components[component_id - 1].paged
-            transfers += state.transfers(component_id, [named[page] for page in _pages(part, paged)], slots)
-        state.counters.backed_up += sum(len(slots) for _, slots in batch)
-        tier_copy = state.begin(Tier.HOST, batch)
+            sources = [named[page] for page in _pages(part, paged)]
+            transfers += inventory.transfers(component_id, sources, slots)
+        inventory.counters.backed_up += sum(len(slots) for _, slots in batch)
+        tier_copy = inventory.begin(Tier.HOST, batch)
         for component in self._tree.components:
             if any(component_id == component.id for (_, component_id), _ in batch):
                 self._tree.use(component, end)

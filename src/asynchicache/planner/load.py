@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from asynchicache.planner.actions import Copy
+from asynchicache.planner.inventory import SlotInventory
 from asynchicache.planner.request_state import RequestState
-from asynchicache.planner.state import CacheState
 from asynchicache.planner.windows import WindowPlanner
 from asynchicache.tree import tails, tier_copies
 from asynchicache.tree.node import (
@@ -34,12 +34,12 @@ from asynchicache.types import Direction, MissReason, Tier
 class LoadPlanner:
     """Plans loads."""
 
-    def __init__(self, state: CacheState, windows: WindowPlanner) -> None:
-        self._state = state
-        self._tree = state.tree
+    def __init__(self, inventory: SlotInventory, windows: WindowPlanner) -> None:
+        self._inventory = inventory
+        self._tree = inventory.tree
         self._windows = windows
-        self._states = [component.id for component in state.tree.components if not component.paged]
-        self._paged = [FULL, *(component.id for component in state.tree.windows)]
+        self._states = [component.id for component in inventory.tree.components if not component.paged]
+        self._paged = [FULL, *(component.id for component in inventory.tree.windows)]
 
     def load_nothing(
         self, request: RequestState, reason: MissReason = MissReason.TRANSFER_FAILED
@@ -51,7 +51,7 @@ class LoadPlanner:
         self._shorten(request, self._tree.root(request.seed))
         self._windows.start(request, request.lease.node, {})
         request.cut(reason)
-        return [Copy(Direction.LOAD, [], self._state.begin(Tier.DEVICE, [])).serve(request)]
+        return [Copy(Direction.LOAD, [], self._inventory.begin(Tier.DEVICE, [])).serve(request)]
 
     def load(self, request: RequestState) -> list[Copy]:
         """Plan the copies that bring the matched prefix to the device, with the request's own working states.
@@ -78,19 +78,19 @@ class LoadPlanner:
         request.hit_pages = request.borrowed = node.end
         request.pages = [*_path_slots(node), *([own.pop(FULL)] if own else [])]
         self._windows.start(request, node, own)
-        request.reserved = request.hit_tokens(self._state.page_size)
+        request.reserved = request.hit_tokens(self._inventory.page_size)
         self._let_go(request)
         return plan
 
     def takes_tails(self, tokens: array[int]) -> bool:
         """Whether a prefix of a sequence may end inside a page. Not if the sequence needs all of the device:
         while the page is copied, there are two of it."""
-        free = self._state.free
+        free = self._inventory.free
         windows = all(
             free[place_of(component.id, Tier.DEVICE)].capacity > component.kept + 1
             for component in self._tree.windows
         )
-        return windows and -(-len(tokens) // self._state.page_size) < free[FULL_DEVICE].capacity
+        return windows and -(-len(tokens) // self._inventory.page_size) < free[FULL_DEVICE].capacity
 
     def keep_tail(self, request: RequestState) -> None:
         """Find where the prefix goes on inside a page, and keep that page with the lease."""
@@ -104,7 +104,7 @@ class LoadPlanner:
         request.tail, request.tail_tokens = tail, tail.tokens
         if request.whole_tail is not None:
             request.last_tail = request.whole_tail
-            self._state.keep(request, tail.node)
+            self._inventory.keep(request, tail.node)
         tails.use(self._tree, tail, lease.use)
         for node, place in tails.locks(self._tree, tail):
             self._tree.lock_for(lease.locked, node, place)
@@ -125,12 +125,12 @@ class LoadPlanner:
         """Free device slots for what a prefix needs, and for the page of its tail if possible."""
         counts = by_place(wanted)
         if request.tail is not None:
-            if self._state.make_room_for_all(self.with_tail(counts)) is None:
+            if self._inventory.make_room_for_all(self.with_tail(counts)) is None:
                 return True
             self.drop_tail(request)
         if not self._tree.restorable(request.lease.node):  # its states were those of the tail
             return False
-        return self._state.make_room_for_all(counts) is None
+        return self._inventory.make_room_for_all(counts) is None
 
     def with_tail(self, counts: Mapping[SlotPlace, int]) -> dict[SlotPlace, int]:
         """The slots of `counts`, and those of a request's own copy of a tail."""
@@ -139,7 +139,7 @@ class LoadPlanner:
 
     def _take_tail_pages(self, request: RequestState) -> dict[int, int]:
         """Allocate the request's own copy of its tail: by component, a slot; nothing if it has no tail."""
-        free = self._state.free
+        free = self._inventory.free
         ids = self._paged if request.tail is not None else ()
         return {one: free[place_of(one, Tier.DEVICE)].allocate(1)[0] for one in ids}
 
@@ -200,7 +200,7 @@ class LoadPlanner:
     def _count(self, request: RequestState, component_id: int, slots: int, host: int) -> None:
         """Count `slots` of a component. `host` of them are only on the host; the last of those came from the
         request's own prefetch."""
-        name, stored = self._state.names[component_id], min(host, request.prefetched_pages)
+        name, stored = self._inventory.names[component_id], min(host, request.prefetched_pages)
         request.sources[name, Tier.DEVICE] += slots - host
         request.sources[name, Tier.HOST] += host - stored
         request.sources[name, Tier.STORAGE] += stored
@@ -215,29 +215,29 @@ class LoadPlanner:
 
         `own`: by component, the request's own page for its tail.
         """
-        state = self._state
+        inventory = self._inventory
         reads = self._arriving(node)
         batch = [
-            (want, state.free[place_of(want.component_id, Tier.DEVICE)].allocate(want.size))
+            (want, inventory.free[place_of(want.component_id, Tier.DEVICE)].allocate(want.size))
             for want in wanted
         ]
-        load = Copy(Direction.LOAD, [], state.begin(Tier.DEVICE, batch), reads=reads)
+        load = Copy(Direction.LOAD, [], inventory.begin(Tier.DEVICE, batch), reads=reads)
         for want, slots in batch:
-            load.transfers += state.transfers(
+            load.transfers += inventory.transfers(
                 want.component_id, want.node.slots_at(place_of(want.component_id, Tier.HOST)), slots
             )
         fork = Copy(Direction.FORK, [], tier_copies.TierCopy(Tier.DEVICE))
         end = self._end(request, node)
         for component_id, slot in request.states.items() if end.parent is not None else ():
             self._load_own(end, component_id, slot, load, fork)
-            reads.append((state.names[component_id], [slot]))
+            reads.append((inventory.names[component_id], [slot]))
         for component_id, slot in own.items():
             self._load_own(end, component_id, slot, load, fork)
-            reads += [(name, [slot]) for name in state.sharing(component_id)]
+            reads += [(name, [slot]) for name in inventory.sharing(component_id)]
         self._keep_on_device(request, node)
         if not fork.transfers:
             return [load.serve(request)]
-        state.tier_copies.append(fork.tier_copy)
+        inventory.tier_copies.append(fork.tier_copy)
         return [fork.serve(request), load.serve(request)]
 
     def _load_own(self, node: Node, component_id: int, slot: int, load: Copy, fork: Copy) -> None:
@@ -246,7 +246,7 @@ class LoadPlanner:
         place = tails.place(node, component_id)
         tier = tier_of(place)
         copy = fork if tier is Tier.DEVICE else load
-        copy.transfers += self._state.transfers(component_id, node.slots_at(place)[:1], [slot])
+        copy.transfers += self._inventory.transfers(component_id, node.slots_at(place)[:1], [slot])
         tier_copies.keep(self._tree, copy.tier_copy, [(node, place), (node, place_of(FULL, tier))])
 
     def _keep_on_device(self, request: RequestState, node: Node) -> None:
@@ -272,10 +272,10 @@ class LoadPlanner:
             place = place_of(component.id, Tier.DEVICE)
             for part in component.needs(node):
                 if part.residency[place] == LOADING:
-                    reads += [(name, part.slots_at(place)) for name in self._state.sharing(component.id)]
+                    reads += [(name, part.slots_at(place)) for name in self._inventory.sharing(component.id)]
         for part in node.path():
             if part.residency[FULL_DEVICE] not in (ABSENT, RESIDENT):
-                reads.append((self._state.names[FULL], part.slots_at(FULL_DEVICE)))
+                reads.append((self._inventory.names[FULL], part.slots_at(FULL_DEVICE)))
         return reads
 
     def take_states(self, request: RequestState) -> bool:
@@ -283,9 +283,9 @@ class LoadPlanner:
         for component_id in self._states:
             place = place_of(component_id, Tier.DEVICE)
             if component_id not in request.states:
-                if not self._state.make_room(place, 1):
+                if not self._inventory.make_room(place, 1):
                     return False
-                request.states[component_id] = self._state.free[place].allocate(1)[0]
+                request.states[component_id] = self._inventory.free[place].allocate(1)[0]
         return True
 
 

@@ -18,12 +18,12 @@ from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.checkpoints import CheckpointPolicy
 from asynchicache.planner.engine_pages import EnginePlanner
 from asynchicache.planner.hints import NO_HINT, CacheHint
+from asynchicache.planner.inventory import SlotInventory
 from asynchicache.planner.load import LoadPlanner, by_place
 from asynchicache.planner.options import PlannerOptions
 from asynchicache.planner.prefetch import PrefetchPlanner
 from asynchicache.planner.promises import PromisedPrefix, promise_of
 from asynchicache.planner.request_state import RequestState
-from asynchicache.planner.state import CacheState
 from asynchicache.planner.tail_ends import TailPlanner
 from asynchicache.planner.windows import WindowPlanner
 from asynchicache.pools.extents import ExtentPlan
@@ -41,7 +41,7 @@ class Planner:
     """Decides for one model's cache.
 
     Attributes:
-        state: the tree, the allocators, and the holders of slots.
+        inventory: the tree, the allocators, and the holders of slots.
         loads: plans loads to the device.
         engine: plans copies from and to pages that an engine owns.
         prefetches, backups: plan reads from storage, and copies down to host and storage.
@@ -67,21 +67,21 @@ class Planner:
             spec: the model.
             slots: device and host slots of each pool that owns slots; 0 host slots: not on the host.
             options: what it decides by.
-            engine_pages, memory, extents: as for `CacheState`.
+            engine_pages, memory, extents: as for `SlotInventory`.
         """
         self.checkpoints = CheckpointPolicy.parse(options.checkpoints)
         self.checkpoints.check(spec.page_size)
-        self.state = CacheState(
+        self.inventory = SlotInventory(
             spec, slots, options, engine_pages=engine_pages, memory=memory, extents=extents
         )
         self.activity = Activity()
-        self.backups = BackupPlanner(self.state, self.activity)
-        self.prefetches = PrefetchPlanner(self.state, self.backups)
-        self._tree = self.state.tree
-        self.windows = WindowPlanner(self.state)
-        self.ends = TailPlanner(self.state, self.windows)
-        self.loads = LoadPlanner(self.state, self.windows)
-        self.engine = EnginePlanner(self.state, self.backups)
+        self.backups = BackupPlanner(self.inventory, self.activity)
+        self.prefetches = PrefetchPlanner(self.inventory, self.backups)
+        self._tree = self.inventory.tree
+        self.windows = WindowPlanner(self.inventory)
+        self.ends = TailPlanner(self.inventory, self.windows)
+        self.loads = LoadPlanner(self.inventory, self.windows)
+        self.engine = EnginePlanner(self.inventory, self.backups)
         self._states = [component.id for component in self._tree.components if not component.paged]
         self.changes_weights = 0
 
@@ -116,8 +116,8 @@ class Planner:
         request.known_pages = self._tree.count_known(tokens, match)
         if hint.keep_seconds:
             request.keep = Keep(self._tree.now + hint.keep_seconds, seed)
-        self.state.keep(request, lease.node)
-        self.state.requests.add(request)
+        self.inventory.keep(request, lease.node)
+        self.inventory.requests.add(request)
         self.loads.keep_tail(request)
         return request
 
@@ -147,18 +147,20 @@ class Planner:
         use = tree.asked(tokens, match, seed, hint.halves)
         if not hint.continues:
             return use, 0
-        if self.state.favour(seed, pages, max(use.credit, 1.0)):
+        if self.inventory.favour(seed, pages, max(use.credit, 1.0)):
             return use, pages
         use.credit = min(use.credit, 0.0)
         return use, 0
 
     def _check_capacity(self, tokens: int) -> None:
-        pages, state = -(-tokens // self.state.page_size), self.state
-        capacity = (state.engine_pages or {}).get(state.names[FULL], state.free[FULL_DEVICE].capacity)
+        pages, inventory = -(-tokens // self.inventory.page_size), self.inventory
+        capacity = (inventory.engine_pages or {}).get(
+            inventory.names[FULL], inventory.free[FULL_DEVICE].capacity
+        )
         if pages > capacity:
             raise CapacityError(
-                f"{tokens} tokens need {pages} pages of {state.page_size}; "
-                f"the device holds {capacity}: raise the device pages of {state.names[FULL]!r}"
+                f"{tokens} tokens need {pages} pages of {inventory.page_size}; "
+                f"the device holds {capacity}: raise the device pages of {inventory.names[FULL]!r}"
             )
 
     def _match(self, tokens: array[int], seed: bytes) -> Match:
@@ -179,11 +181,11 @@ class Planner:
         request.lease = self._tree.lock(match, before.use)
         request.epoch = self._tree.epoch
         request.resting = False
-        self.state.keep(request, request.lease.node)
+        self.inventory.keep(request, request.lease.node)
         self.loads.keep_tail(request)
         if prefetched:
             self._count_prefetched(request, *had)
-        self.state.unlock(request.kept)
+        self.inventory.unlock(request.kept)
         before.close()
 
     @staticmethod
@@ -199,7 +201,7 @@ class Planner:
         before, root = request.lease, self._tree.root(request.seed)
         if self.prefetches.was_read_for(request) and not request.resting:
             request.kept = [(node, place) for node, place in before.locked if tier_of(place) is Tier.HOST]
-            self.state.lock(request.kept)
+            self.inventory.lock(request.kept)
         request.lease = self._tree.lease(root, before.use)
         request.resting = True
         self.loads.drop_tail(request)
@@ -207,7 +209,7 @@ class Planner:
 
     def count_hit(self, request: RequestState) -> list[Copy]:
         """Count a hit on the matched path; return the backups it triggers (write-through-selective)."""
-        selective = self.state.options.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+        selective = self.inventory.options.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         if not selective:
             return []
         path = self._tree.count_hit(request.lease.node)
@@ -221,7 +223,7 @@ class Planner:
         """The end of the matched path if it is to be written to storage now: an engine's pages are on the
         host before the policy wants them in storage (write-through-selective). Else None."""
         node = request.lease.node
-        selective = self.state.options.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+        selective = self.inventory.options.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         return node if selective and node.pages and self.backups.due(node) else None
 
     def release(self, request: RequestState, error: BaseException | None = None) -> None:
@@ -235,29 +237,29 @@ class Planner:
         request.references -= 1
         if request.references:
             return
-        state, poisoned = self.state, request.poisoned
-        state.requests.discard(request)
+        inventory, poisoned = self.inventory, request.poisoned
+        inventory.requests.discard(request)
         request.lease.close()
-        state.unlock(request.kept)
+        inventory.unlock(request.kept)
         self.ends.release(request)
-        state.give_back(FULL_DEVICE, request.own_pages(), poisoned=poisoned)
+        inventory.give_back(FULL_DEVICE, request.own_pages(), poisoned=poisoned)
         for slots in (request.states, request.snapshots):
             for component_id, slot in slots.items():
-                state.give_back(place_of(component_id, Tier.DEVICE), [slot], poisoned=poisoned)
+                inventory.give_back(place_of(component_id, Tier.DEVICE), [slot], poisoned=poisoned)
         for component_id, window in request.windows.items():
-            state.give_back(place_of(component_id, Tier.DEVICE), sorted(window.own), poisoned=poisoned)
+            inventory.give_back(place_of(component_id, Tier.DEVICE), sorted(window.own), poisoned=poisoned)
 
     def abandon(self) -> None:
         """Close the leases of closed requests whose copies or forwards will never be reported, because the
         cache is closed. Their own slots stay allocated: the device may still write to them."""
-        for request in self.state.requests:
+        for request in self.inventory.requests:
             if request.closed:
                 request.lease.close()
 
     def reason(self, request: RequestState) -> MissReason:
         """Why a request did not get all but the last page of its prompt."""
         pages = request.hit_pages if request.loaded else request.matched_pages
-        if pages >= (request.prompt - 1) // self.state.page_size:
+        if pages >= (request.prompt - 1) // self.inventory.page_size:
             return MissReason.NONE
         if request.reason is not MissReason.NONE and pages < request.cut_below:
             return request.reason
@@ -269,11 +271,11 @@ class Planner:
     def held_back_by(self, request: RequestState) -> str:
         """The pool that limits a hit; the first pool if no other does."""
         limit = request.held_back_by
-        return self.state.names[limit.component_id if limit is not None else FULL]
+        return self.inventory.names[limit.component_id if limit is not None else FULL]
 
     def cuts(self, request: RequestState) -> tuple[int, ...]:
         """Where the prefill of a prompt should end a forward; see `Request.cuts`."""
-        size = self.state.page_size
+        size = self.inventory.page_size
         start = request.hit_tokens(size)
         branch = (request.branching_pages or 0) * size
         host = self._host_end(request) if self.checkpoints.branch else 0
@@ -291,28 +293,28 @@ class Planner:
     def _host_end(self, request: RequestState) -> int:
         """Tokens of a prompt that is longer than the host: no longer prefix can be resumed there, and this
         one only if what ends it is kept. 0: all of the prompt fits."""
-        host, size = self.state.host_pages, self.state.page_size
+        host, size = self.inventory.host_pages, self.inventory.page_size
         ends_need_more = bool(self._tree.components)
         return host * size if ends_need_more and host < request.prompt // size else 0
 
     def _resumable_end(self, request: RequestState, length: int) -> int:
         """The last length up to `length` tokens of a prompt that a state can be kept at."""
         length = min(length, request.prompt)
-        return length if self.ends.keeps_states_inside else length - length % self.state.page_size
+        return length if self.ends.keeps_states_inside else length - length % self.inventory.page_size
 
     def hit_advice(self, request: RequestState) -> tuple[str, str]:
         """The pool that keeps a hit short, and advice; empty if there is none."""
         reason = self.reason(request)
         if reason is MissReason.HOST_CAPACITY:
-            name = self.state.names[FULL]
-            holds = f"the host holds {self.state.host_pages} pages of {name!r}"
+            name = self.inventory.names[FULL]
+            holds = f"the host holds {self.inventory.host_pages} pages of {name!r}"
             return name, f"{holds}: raise them, or let fewer prompts wait at once"
         if reason not in (MissReason.STATE, MissReason.WINDOW):
             return "", ""
         held, full = request.held_back_by, request.branching_pages
         if held is None or full is None or (request.loaded and request.hit_pages >= full):
             return "", ""
-        name, size = self.state.names[held.component_id], self.state.page_size
+        name, size = self.inventory.names[held.component_id], self.inventory.page_size
         if held.dropped:
             return name, f"{name!r} had to make room for others: raise its device or host slots"
         return name, (
@@ -328,18 +330,18 @@ class Planner:
         Raises:
             CapacityError: too few slots, even after evicting everything evictable.
         """
-        state = self.state
+        inventory = self.inventory
         target, count = request.reserved + tokens, self.new_pages(request, tokens)
         self._need(request, {FULL_DEVICE: count} | {place_of(n, Tier.DEVICE): count for n in request.windows})
-        slots = state.free[FULL_DEVICE].allocate(count)
+        slots = inventory.free[FULL_DEVICE].allocate(count)
         request.pages += slots
         request.reserved = target
-        return {name: list(slots) for name in state.sharing(FULL)} | self.windows.extend(request, count)
+        return {name: list(slots) for name in inventory.sharing(FULL)} | self.windows.extend(request, count)
 
     def new_pages(self, request: RequestState, tokens: int) -> int:
         """The new pages that a request needs for `tokens` more tokens."""
         target = request.reserved + tokens
-        return max(-(-target // self.state.page_size) - len(request.pages), 0)
+        return max(-(-target // self.inventory.page_size) - len(request.pages), 0)
 
     def admit(self, request: RequestState) -> None:
         """Make room on the device for `load`: allocate working states, free slots for missing pages.
@@ -352,11 +354,11 @@ class Planner:
         if request.tail is not None:
             missing = self.loads.with_tail(missing)
         kept = self.loads.on_device(node)  # others may have loaded it since the match, and released it
-        self.state.lock(kept)
+        self.inventory.lock(kept)
         try:
             self._need(request, missing)
         finally:
-            self.state.unlock(kept)
+            self.inventory.unlock(kept)
 
     def _need(self, request: RequestState, counts: Mapping[SlotPlace, int]) -> None:
         if not self.loads.take_states(request):
@@ -364,12 +366,12 @@ class Planner:
                 component_id for component_id in self._states if component_id not in request.states
             )
             raise self._short(1, place_of(missing, Tier.DEVICE))
-        short = self.state.make_room_for_all(counts)
+        short = self.inventory.make_room_for_all(counts)
         if short is not None:
             raise self._short(counts[short], short)
 
     def _short(self, count: int, place: SlotPlace) -> CapacityError:
-        free = self.state.free[place]
+        free = self.inventory.free[place]
         available = f"{free.available} of {free.capacity} are free and the rest in use"
         return CapacityError(f"{count} more {free.name} wanted, {available}")
 
@@ -380,25 +382,24 @@ class Planner:
         # Set even without room: otherwise `publish` would take a later working state for this length's.
         request.snapshot_tokens = length
         if not self._take_snapshots(request):
-            self.state.counters.states_skipped += 1
+            self.inventory.counters.states_skipped += 1
             return []
         forks: PoolTransfers = []
         for component_id, slot in request.snapshots.items():
-            forks += self.state.transfers(component_id, [request.states[component_id]], [slot])
+            forks += self.inventory.transfers(component_id, [request.states[component_id]], [slot])
         if not forks:
             return []
-        return [Copy(Direction.FORK, forks, self.state.begin(Tier.DEVICE, [])).serve(request)]
+        return [Copy(Direction.FORK, forks, self.inventory.begin(Tier.DEVICE, [])).serve(request)]
 
     def _take_snapshots(self, request: RequestState) -> bool:
         """Allocate a snapshot slot for every working state, all or nothing."""
         new = [component_id for component_id in request.states if component_id not in request.snapshots]
         counts = {place_of(component_id, Tier.DEVICE): 1 for component_id in new}
-        if self.state.make_room_for_all(counts) is not None:
+        if self.inventory.make_room_for_all(counts) is not None:
             return False
         for component_id in new:
-            request.snapshots[component_id] = self.state.free[place_of(component_id, Tier.DEVICE)].allocate(
-                1
-            )[0]
+            free = self.inventory.free[place_of(component_id, Tier.DEVICE)]
+            request.snapshots[component_id] = free.allocate(1)[0]
         return True
 
     def publish(
@@ -420,10 +421,10 @@ class Planner:
         if request.lease.node.residency[FULL_DEVICE] == ABSENT:
             published.lost = True  # a failed load took the prefix away
             return []
-        pages = length // self.state.page_size
+        pages = length // self.inventory.page_size
         if pages < request.borrowed:
             return []
-        self.state.bound_hint(request, pages)
+        self.inventory.bound_hint(request, pages)
         offers = self.windows.offered(request, pages)
         result = self._tree.insert(
             request.lease, request.tokens, request.pages[request.borrowed : pages], windows=offers
@@ -433,7 +434,7 @@ class Planner:
         request.borrowed = pages
         published.pages.add(pages)
         published.tail = 0
-        if states and length % self.state.page_size == 0:
+        if states and length % self.inventory.page_size == 0:
             published.resumable = max(published.resumable, pages)
         for node in result.filled:
             node.hits = max(node.hits, 1)  # it may already be on the host with hits: the count never falls
@@ -442,19 +443,19 @@ class Planner:
         copy = self._end_states(request, result.node, length, final=final) if states else None
         forks = [] if copy is None else [copy]
         end = result.node
-        if self.state.tails and states:
+        if self.inventory.tails and states:
             tail, fork = self.ends.publish(request, end, length, final=final)
             if tail is not None and final:
                 tail.hits = max(tail.hits, 1)
-                self._give_states(request, tail, tail.end * self.state.page_size)
-                self.state.keep(request, tail)
+                self._give_states(request, tail, tail.end * self.inventory.page_size)
+                self.inventory.keep(request, tail)
                 end = tail if self.backups.due(tail) else end
             if self.ends.stores(request, length, tail, final=final):
-                published.tail = length % self.state.page_size
+                published.tail = length % self.inventory.page_size
             if tail is not None and fork is not None:
                 forks += self._publish_copied_tail(request, tail, fork)
             self.ends.set_last_tail(request, end, tail)
-        self.state.keep(request, result.node)
+        self.inventory.keep(request, result.node)
         due = self.backups.last_due(end)
         if due is None or (copy is not None and due is end):  # else once the state has arrived
             return forks
@@ -464,7 +465,7 @@ class Planner:
         """Publish a tail whose page is a copy of the request's, with its states: prompts go on there."""
         if self._states:
             tail.hits = max(tail.hits, 1)
-        states = self._publish_states(request, tail, tail.end * self.state.page_size)
+        states = self._publish_states(request, tail, tail.end * self.inventory.page_size)
         fork.publishes = tail if self.backups.due(tail) else None
         return [fork] if states is None else [states, fork]
 
@@ -496,7 +497,7 @@ class Planner:
 
     def _give_states(self, request: RequestState, node: Node, length: int) -> None:
         """Hand the working states over to `node`, for components where it has none."""
-        if length % self.state.page_size or node.parent is None:
+        if length % self.inventory.page_size or node.parent is None:
             return
         for component_id, slot in list(request.states.items()):
             if self._tree.take_state(node, component_id, Tier.DEVICE, slot):
@@ -509,19 +510,19 @@ class Planner:
 
     def _publish_states(self, request: RequestState, node: Node, length: int) -> Copy | None:
         kept = request.snapshots if request.snapshot_tokens == length else request.states
-        if length % self.state.page_size or node.parent is None:
+        if length % self.inventory.page_size or node.parent is None:
             return None
         forks: PoolTransfers = []
         taken = []
         for component_id, source in kept.items():
             slot = self._state_slot(node, component_id)
             if slot is not None:
-                forks += self.state.transfers(component_id, [source], [slot])
+                forks += self.inventory.transfers(component_id, [source], [slot])
                 taken.append(component_id)
         if not taken:
             return None
         tier_copy = tier_copies.begin_arrival(self._tree, node, taken)
-        self.state.tier_copies.append(tier_copy)
+        self.inventory.tier_copies.append(tier_copy)
         publishes = node if self.backups.due(node) else None
         return Copy(Direction.FORK, forks, tier_copy, publishes=publishes).serve(request)
 
@@ -531,10 +532,10 @@ class Planner:
         if node.residency[place] != ABSENT:
             self._tree.touch(node, component_id)
             return None
-        if not self.state.make_room(place, 1):
-            self.state.counters.states_skipped += 1
+        if not self.inventory.make_room(place, 1):
+            self.inventory.counters.states_skipped += 1
             return None
-        slot = self.state.free[place].allocate(1)[0]
+        slot = self.inventory.free[place].allocate(1)[0]
         self._tree.take_state(node, component_id, Tier.DEVICE, slot, arriving=True)
         self._tree.supersede(node, component_id)
         return slot
@@ -543,16 +544,16 @@ class Planner:
 
     def copy_finished(self, copy: Copy, error: BaseException | None) -> Node | None:
         """Settle or undo a copy; return the node whose path is due for the next tier, or None."""
-        for observer in self.state.observers:
+        for observer in self.inventory.observers:
             observer.copy_ended(copy, error)
-        self.state.tier_copies.remove(copy.tier_copy)
+        self.inventory.tier_copies.remove(copy.tier_copy)
         ended = error is None or isinstance(error, CopyEndedError)
         if not ended:
-            self.state.condemn(copy.direction.destination, copy.transfers)
+            self.inventory.condemn(copy.direction.destination, copy.transfers)
         lost = tier_copies.finish(self._tree, copy.tier_copy, arrived=error is None)
         for place, slots in lost.items():
-            self.state.give_back(place, slots, poisoned=not (ended and self.state.host_only))
-        if self.state.host_only and copy.direction is Direction.LOAD:
+            self.inventory.give_back(place, slots, poisoned=not (ended and self.inventory.host_only))
+        if self.inventory.host_only and copy.direction is Direction.LOAD:
             self.engine.load_ended(copy)
         if copy.user is not None:
             self.release(copy.user, error)
@@ -561,7 +562,7 @@ class Planner:
     def reset(self) -> None:
         """Forget all pages, because the weights change: requests that hold some publish nothing more."""
         self._tree.reset()
-        for request in self.state.requests:
+        for request in self.inventory.requests:
             request.published.lost |= request.loaded or bool(request.published.pages)
         self.flush()
         for node in self._tree.nodes():  # in use for now, and of no use to later requests
@@ -580,8 +581,8 @@ class Planner:
     def flush(self) -> None:
         """Evict everything that is not locked, on device and host."""
         watcher, self._tree.watcher = self._tree.watcher, None  # one event instead of one per page
-        for place, free in zip(self.state.tree.places, self.state.free, strict=True):
-            self.state.evict(place, free.capacity, dirty=True)
+        for place, free in zip(self.inventory.tree.places, self.inventory.free, strict=True):
+            self.inventory.evict(place, free.capacity, dirty=True)
         self._tree.watcher = watcher
         if watcher is not None:
             watcher.on_clear(Tier.DEVICE, Tier.HOST)

@@ -23,9 +23,9 @@ from operator import attrgetter
 from asynchicache.hashing import common_pages, page_digests, tail_digests
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.backup import BackupPlanner
+from asynchicache.planner.inventory import SlotInventory
 from asynchicache.planner.readings import PageRead, Reading, ReadPlan, ReadResult, StorageQuery, StorageRead
 from asynchicache.planner.request_state import RequestState
-from asynchicache.planner.state import CacheState
 from asynchicache.storage import hits
 from asynchicache.tree import tails
 from asynchicache.tree.components import Component, prefix_locks
@@ -61,20 +61,20 @@ _READ_REASONS = (
 class PrefetchPlanner:
     """Plans reads from storage."""
 
-    def __init__(self, state: CacheState, writer: BackupPlanner) -> None:
-        self._state = state
+    def __init__(self, inventory: SlotInventory, writer: BackupPlanner) -> None:
+        self._inventory = inventory
         self._backups = writer
-        self._tree = state.tree
-        self._windows = {component.id for component in state.tree.windows}
+        self._tree = inventory.tree
+        self._windows = {component.id for component in inventory.tree.windows}
         self.in_flight: list[Reading] = []  # in order of turn
         self._begun: dict[tuple[int, bytes], PageRead] = {}  # pages whose read holds a host slot
         self._unused: dict[RequestState, Counter[SlotPlace]] = {}  # read for requests that have not loaded
         self._turns = 0
-        state.private.append(self._private)
+        inventory.private.append(self._private)
 
     def can_read(self, component_id: int) -> bool:
         """Whether storage can serve a component: only if it has host slots."""
-        return self._state.free[place_of(component_id, Tier.HOST)].capacity > 0
+        return self._inventory.free[place_of(component_id, Tier.HOST)].capacity > 0
 
     def known_digests(self, tokens: array[int], seed: bytes) -> list[bytes]:
         """Digests of the first pages of a sequence, as far as they were computed before."""
@@ -88,7 +88,7 @@ class PrefetchPlanner:
     def missing_tokens(self, tokens: array[int], seed: bytes) -> int:
         """The most tokens that storage could add to what is restorable from memory, in whole pages. A tail
         alone is not worth a question, unless all of the sequence is in one page."""
-        pages, size = self._max_restorable_pages(tokens), self._state.page_size
+        pages, size = self._max_restorable_pages(tokens), self._inventory.page_size
         if not self.can_read(FULL):
             return 0
         if self._tree.tails and not pages:
@@ -176,7 +176,7 @@ class PrefetchPlanner:
             self._backups.forgotten,
             self._tree.epoch,
         )
-        self._state.lock(query.locks)
+        self._inventory.lock(query.locks)
         return query
 
     def _tip(self, tokens: array[int], node: Node, full_pages: int) -> Node:
@@ -218,16 +218,16 @@ class PrefetchPlanner:
         shared = (common_pages(other.query.digests, query.digests) for other in self.in_flight)
         if not pages or any(count > query.memory_pages for count in shared):
             return pages, 0
-        free = self._state.free
+        free = self._inventory.free
         nbytes = max(reach - query.memory_pages, 0) * free[FULL_HOST].slot_bytes
         for component in self._tree.components:
-            count = min(self._state.spec.owners[component.id].coverage.pages or pages, pages)
+            count = min(self._inventory.spec.owners[component.id].coverage.pages or pages, pages)
             nbytes += count * free[place_of(component.id, Tier.HOST)].slot_bytes
         return pages, nbytes
 
     def release(self, query: StorageQuery) -> None:
         """Release the locks of a query without a reading, which releases them itself."""
-        self._state.unlock(query.locks)
+        self._inventory.unlock(query.locks)
 
     def last_stored_node(self, query: StorageQuery) -> Node | None:
         """The node of the last page in memory, if it is marked stored and not being written.
@@ -241,7 +241,7 @@ class PrefetchPlanner:
 
     def first_page(self, query: StorageQuery, component_id: int) -> int:
         """The first page of a component that any prefix longer than `query.matched_pages` may need."""
-        pages = self._state.spec.owners[component_id].coverage.pages or 0
+        pages = self._inventory.spec.owners[component_id].coverage.pages or 0
         return max(query.matched_pages + 1 - pages, 0)
 
     # What to read
@@ -276,7 +276,7 @@ class PrefetchPlanner:
         reason = self._miss_reason(query, full, limit)
         if reach <= query.matched_pages:
             return ReadPlan(None, reason, [], full, limit, reach)
-        most = self._state.host_pages if most is None else most
+        most = self._inventory.host_pages if most is None else most
         target = hits.longest(hits.clamp(lengths, most))
         reason = MissReason.HOST_CAPACITY if target < reach else reason
         if target <= query.matched_pages:
@@ -350,7 +350,7 @@ class PrefetchPlanner:
             The read; None if no further read can begin now.
         """
         read = self._next_read(most)
-        for observer in self._state.observers:
+        for observer in self._inventory.observers:
             observer.read_chosen(read)
         return read
 
@@ -374,10 +374,10 @@ class PrefetchPlanner:
     def _room(self, reading: Reading, component_id: int, count: int) -> int:
         """How many of `count` slots are there for the next pages of a reading; evicts if necessary."""
         place = place_of(component_id, Tier.HOST)
-        free = self._state.free[place]
+        free = self._inventory.free[place]
         if not self._is_first(reading):
             count = min(count, int(free.capacity * READ_AHEAD_SHARE) - self._ahead(place))
-        if count <= 0 or self._state.make_room(place, count):
+        if count <= 0 or self._inventory.make_room(place, count):
             return max(count, 0)
         return min(count, free.available)
 
@@ -394,7 +394,7 @@ class PrefetchPlanner:
     def _begin(self, reading: Reading, component_id: int, pages: list[int]) -> StorageRead:
         """Allocate the slots of pages of a reading; others that need them wait for this read."""
         place, digests = place_of(component_id, Tier.HOST), reading.query.digests
-        slots = self._state.free[place].allocate(len(pages))
+        slots = self._inventory.free[place].allocate(len(pages))
         begun = [
             PageRead((component_id, digests[page]), slot, []) for page, slot in zip(pages, slots, strict=True)
         ]
@@ -419,7 +419,7 @@ class PrefetchPlanner:
 
     def _restorable(self, component_id: int, there: bytes | bytearray, query: StorageQuery) -> int:
         """The prefix lengths of a query that a component can restore, as a bit set."""
-        coverage = ALL_PAGES if component_id == FULL else self._state.spec.owners[component_id].coverage
+        coverage = ALL_PAGES if component_id == FULL else self._inventory.spec.owners[component_id].coverage
         if not (query.tail and component_id in self._windows):
             return hits.restorable(coverage, there, query.pages)
         whole = hits.restorable(coverage, there, query.whole_pages)
@@ -428,7 +428,7 @@ class PrefetchPlanner:
     def _first_needed(self, component: Component, query: StorageQuery, pages: int) -> int:
         """The first page of a component that a prefix of `pages` pages of a query needs."""
         ends_inside = component.paged and query.tail > 0 and pages == query.pages
-        coverage = self._state.spec.owners[component.id].coverage.pages
+        coverage = self._inventory.spec.owners[component.id].coverage.pages
         return 0 if coverage is None else max(pages - coverage - ends_inside, 0)
 
     @staticmethod
@@ -552,7 +552,7 @@ class PrefetchPlanner:
     def _give_up(self, read: PageRead) -> None:
         """Free the slot of a page that does not enter the tree."""
         del self._begun[read.key]
-        self._state.free[place_of(read.key[0], Tier.HOST)].release([read.slot])
+        self._inventory.free[place_of(read.key[0], Tier.HOST)].release([read.slot])
 
     def _lock_dependencies(self, query: StorageQuery, target: int) -> None:
         """Lock all that is in memory now of what a prefix of `target` pages needs."""
@@ -675,7 +675,7 @@ class PrefetchPlanner:
         place = place_of(reads[0].key[0], Tier.HOST)
         for read in reads:
             del self._begun[read.key]
-        self._state.free[place].release(list(refused))
+        self._inventory.free[place].release(list(refused))
         users = (one.request for one in reads[0].waiters if one.wanted and one.request is not None)
         user = next((one for one in users if not (one.loaded or one.closed)), None)
         if user is not None:
@@ -745,7 +745,8 @@ class PrefetchPlanner:
         for page in read.pages:
             if page.outcome is Outcome.TIMEOUT:
                 del self._begun[page.key]
-                self._state.give_back(place_of(read.component_id, Tier.HOST), [page.slot], poisoned=not safe)
+                place = place_of(read.component_id, Tier.HOST)
+                self._inventory.give_back(place, [page.slot], poisoned=not safe)
 
     def _private(self) -> Mapping[SlotPlace, list[int]]:
         owned: dict[SlotPlace, list[int]] = {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asynchicache.planner.actions import Copy
+from asynchicache.planner.inventory import SlotInventory
 from asynchicache.planner.request_state import RequestState
-from asynchicache.planner.state import CacheState
 from asynchicache.planner.windows import WindowPlanner
 from asynchicache.tree import tails, tier_copies
 from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, FULL_HOST, RESIDENT, Node
@@ -16,16 +16,16 @@ from asynchicache.types import Direction
 class TailPlanner:
     """Plans the tails of requests."""
 
-    def __init__(self, state: CacheState, windows: WindowPlanner) -> None:
-        self._state = state
-        self._tree = state.tree
+    def __init__(self, inventory: SlotInventory, windows: WindowPlanner) -> None:
+        self._inventory = inventory
+        self._tree = inventory.tree
         self._windows = windows
-        self._states = sum(not component.paged for component in state.tree.components)
+        self._states = sum(not component.paged for component in inventory.tree.components)
 
     @property
     def keeps_states_inside(self) -> bool:
         """Whether a request that goes on can leave a state inside a page."""
-        return self._state.tails and not self._tree.windows
+        return self._inventory.tails and not self._tree.windows
 
     def publish(
         self, request: RequestState, node: Node, length: int, *, final: bool
@@ -40,7 +40,7 @@ class TailPlanner:
         Returns:
             The tail where the sequence ends now, whose states are missing yet; and the copy of its page.
         """
-        count = length % self._state.page_size
+        count = length % self._inventory.page_size
         if not count:
             return None, None
         if self._tree.components:
@@ -69,7 +69,7 @@ class TailPlanner:
         one with states, whether there was room for it or not."""
         if final or not self._states:
             return final and tail is not None
-        return bool(length % self._state.page_size) and self._repeats(request, length)
+        return bool(length % self._inventory.page_size) and self._repeats(request, length)
 
     def _repeats(self, request: RequestState, length: int) -> bool:
         return length in request.hint.repeats and self.keeps_states_inside
@@ -92,15 +92,15 @@ class TailPlanner:
 
     def _fork(self, request: RequestState, node: Node, length: int) -> tuple[Node | None, Copy | None]:
         """Copy the last page of a request to one of the tree's; nothing if there is no room."""
-        state = self._state
-        if not state.make_room(FULL_DEVICE, 1):
+        inventory = self._inventory
+        if not inventory.make_room(FULL_DEVICE, 1):
             return None, None
-        slots = state.free[FULL_DEVICE].allocate(1)
+        slots = inventory.free[FULL_DEVICE].allocate(1)
         tail = tails.add(self._tree, node, request.tokens[:length], slots[0], arriving=True)
         tails.use(self._tree, Tail(tail, tail.tail), request.lease.use)
         tier_copy = tier_copies.begin_arrival(self._tree, tail, [FULL])
-        state.tier_copies.append(tier_copy)
-        transfers = state.transfers(FULL, [request.pages[node.end]], slots)
+        inventory.tier_copies.append(tier_copy)
+        transfers = inventory.transfers(FULL, [request.pages[node.end]], slots)
         return tail, Copy(Direction.FORK, transfers, tier_copy).serve(request)
 
     def set_last_tail(self, request: RequestState, node: Node, tail: Node | None) -> None:
@@ -131,5 +131,5 @@ class TailPlanner:
         if not all(self._tree.evictable(tail, place) for place in places):
             return False
         for place in places:
-            self._state.free[place].release(self._tree.clear_slots(tail, place))
+            self._inventory.free[place].release(self._tree.clear_slots(tail, place))
         return remove_if_dead(self._tree, tail)

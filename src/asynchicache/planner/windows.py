@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from asynchicache.planner.inventory import SlotInventory
 from asynchicache.planner.request_state import RequestState, RetiredPages, Window
-from asynchicache.planner.state import CacheState
 from asynchicache.tree.components import WindowComponent
 from asynchicache.tree.node import ABSENT, RESIDENT, Node, SlotPlace, place_of
 from asynchicache.tree.radix_tree import Inserted, Pages
@@ -19,11 +19,11 @@ from asynchicache.types import Tier
 class WindowPlanner:
     """Plans the windows of requests. Pure."""
 
-    def __init__(self, state: CacheState) -> None:
-        self._state = state
-        self._tree = state.tree
+    def __init__(self, inventory: SlotInventory) -> None:
+        self._inventory = inventory
+        self._tree = inventory.tree
         self._retired: set[RetiredPages] = set()
-        state.private.append(self._private)
+        inventory.private.append(self._private)
 
     def start(self, request: RequestState, node: Node, tail: Mapping[int, int]) -> None:
         """Start from `node`: the tree owns all window pages until the request adds its own.
@@ -48,10 +48,10 @@ class WindowPlanner:
         """Allocate slots for `count` more pages of each window; the caller has made room."""
         given: dict[str, list[int]] = {}
         for component_id, window in request.windows.items():
-            slots = self._state.free[place_of(component_id, Tier.DEVICE)].allocate(count)
+            slots = self._inventory.free[place_of(component_id, Tier.DEVICE)].allocate(count)
             window.slots += slots
             window.own.update(slots)
-            given |= {name: list(slots) for name in self._state.sharing(component_id)}
+            given |= {name: list(slots) for name in self._inventory.sharing(component_id)}
         return given
 
     @staticmethod
@@ -86,8 +86,8 @@ class WindowPlanner:
     def retire(self, request: RequestState, length: int) -> RetiredPages | None:
         """Retire the pages before the window of the last page boundary in `length` computed tokens, or before
         that of a snapshot not yet published. They are kept until `finish`: the forward may be running."""
-        pages = min(length // self._state.page_size, len(request.pages))
-        snapshot = request.snapshot_tokens // self._state.page_size
+        pages = min(length // self._inventory.page_size, len(request.pages))
+        snapshot = request.snapshot_tokens // self._inventory.page_size
         if request.snapshots and snapshot > request.borrowed:
             pages = min(pages, snapshot)
         retired = RetiredPages()
@@ -95,7 +95,7 @@ class WindowPlanner:
             self._retire(request, component, pages - component.kept, retired)
         if not retired.locks and not retired.slots:
             return None
-        self._state.locked.append(retired.locks)
+        self._inventory.locked.append(retired.locks)
         self._retired.add(retired)
         return retired
 
@@ -117,9 +117,9 @@ class WindowPlanner:
     def finish(self, retired: RetiredPages, error: BaseException | None = None) -> None:
         """Free retired pages that no forward reads; with `error`, the device may still write to them."""
         self._retired.discard(retired)
-        self._state.unlock(retired.locks)
+        self._inventory.unlock(retired.locks)
         for place, slots in retired.slots.items():
-            self._state.give_back(place, slots, poisoned=error is not None)
+            self._inventory.give_back(place, slots, poisoned=error is not None)
 
     def _private(self) -> Mapping[SlotPlace, list[int]]:
         owned: dict[SlotPlace, list[int]] = {}

@@ -105,12 +105,12 @@ class Player:
 
     def _publish(self, state: RequestState, stop: int, blocks: TraceBlocks, *, final: bool = False) -> None:
         planner = self._planner
-        end = stop if planner.state.tree.windows else len(state.tokens)
+        end = stop if planner.inventory.tree.windows else len(state.tokens)
         planner.extend(state, max(end - state.reserved, 0))
         self._cache.carry_out(planner.backups.clean())
         self._cache.carry_out(planner.publish(state, stop, final=final))
         self._cache.advance(state, stop)
-        if state.borrowed and planner.state.tree.restorable(state.lease.node):
+        if state.borrowed and planner.inventory.tree.restorable(state.lease.node):
             self._was_resumable[blocks[state.borrowed - 1]] = 1
 
     def _stops(self, state: RequestState, whole: int) -> list[int]:
@@ -127,10 +127,10 @@ class Player:
 
     def _chunk_blocks(self) -> int:
         """Longest prefill chunk that fits beside a window and a partial page."""
-        free = self._planner.state.free
+        free = self._planner.inventory.free
         room = [
             free[place_of(window.id, Tier.DEVICE)].capacity - window.kept - 1
-            for window in self._planner.state.tree.windows
+            for window in self._planner.inventory.tree.windows
         ]
         return min(max(_CHUNK_TOKENS // self._block_size, 1), *room) if room else _WHOLE
 
@@ -172,7 +172,7 @@ class Player:
             yield self._miss(state.held_back.component_id, "not_kept"), reach - last
 
     def _miss(self, component_id: int, reason: str) -> Miss:
-        return Miss(self._planner.state.names[component_id], reason)
+        return Miss(self._planner.inventory.names[component_id], reason)
 
 
 def _ids(blocks: TraceBlocks) -> array[int]:

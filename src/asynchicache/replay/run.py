@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from asynchicache.planner.checkpoints import CheckpointPolicy
+from asynchicache.planner.inventory import SlotInventory
 from asynchicache.planner.options import PlannerOptions
 from asynchicache.planner.planner import Planner
-from asynchicache.planner.state import CacheState
 from asynchicache.replay.options import ReplayOptions
 from asynchicache.replay.player import IDS_A_BLOCK, Player
 from asynchicache.replay.report import ReplayReport, ReplayTally
@@ -54,7 +54,7 @@ def run_replay(options: ReplayOptions, progress: Advance) -> ReplayReport:
     planner, sizes = _planner(options, spec, trace, found, spaced)
     tally = _play(planner, trace, found.known, progress)
     ceiling = sum(found.known) * trace.block_size / trace.prompt_tokens
-    return _report(Path(options.trace).name, planner.state, trace, sizes, tally, ceiling, begun)
+    return _report(Path(options.trace).name, planner.inventory, trace, sizes, tally, ceiling, begun)
 
 
 def _by_token(
@@ -74,8 +74,8 @@ def _by_token(
         tally.add(player.serve(number))
         progress(tally.requests, len(trace.requests))
     ceiling = player.reachable / trace.prompt_tokens
-    report = _report(Path(options.trace).name, planner.state, paged, sizes, tally, ceiling, begun)
-    return replace(report, tokens_per_end=planner.state.tokens_per_end())
+    report = _report(Path(options.trace).name, planner.inventory, paged, sizes, tally, ceiling, begun)
+    return replace(report, tokens_per_end=planner.inventory.tokens_per_end())
 
 
 def _planner(
@@ -103,7 +103,7 @@ def _planner(
         ),
         memory=memory,
     )
-    planner.state.tree.pack = partial(array, "I")  # a trace has millions of blocks
+    planner.inventory.tree.pack = partial(array, "I")  # a trace has millions of blocks
     return planner, sizes
 
 
@@ -124,7 +124,7 @@ def _play(planner: Planner, trace: Trace, known: Iterable[int], progress: Advanc
 
 def _report(
     title: str,
-    state: CacheState,
+    inventory: SlotInventory,
     trace: Trace,
     sizes: Sizes,
     tally: ReplayTally,
@@ -133,8 +133,8 @@ def _report(
 ) -> ReplayReport:
     tiers = (Tier.DEVICE, Tier.HOST)
     evicted = {
-        name: {tier.name.lower(): state.counters.evicted[place_of(component_id, tier)] for tier in tiers}
-        for component_id, name in enumerate(state.names)
+        name: {tier.name.lower(): inventory.counters.evicted[place_of(component_id, tier)] for tier in tiers}
+        for component_id, name in enumerate(inventory.names)
     }
     return ReplayReport(
         title=title,
@@ -149,22 +149,24 @@ def _report(
         hit_rate_by_tier={t.name.lower(): hit / tally.prompt_tokens for t, hit in tally.by_tier.items()},
         working_set=sizes.working_set,
         slots={name: {"device": device, "host": host} for name, (device, host) in sizes.slots.items()},
-        evicted_pages=state.counters.evicted[FULL_DEVICE],
+        evicted_pages=inventory.counters.evicted[FULL_DEVICE],
         evicted=evicted,
-        states_kept=_states_kept(state),
+        states_kept=_states_kept(inventory),
         block_size=trace.block_size,
         longest_prompt=max(request.tokens for request in trace.requests),
-        tokens_per_end=state.tokens_per_end() // IDS_A_BLOCK * trace.block_size,
+        tokens_per_end=inventory.tokens_per_end() // IDS_A_BLOCK * trace.block_size,
         misses=tally.missed(),
         reasons={reason.value: count for reason, count in tally.reasons.items()},
-        problems=state.verify(),
+        problems=inventory.verify(),
         seconds=time.perf_counter() - begun,
     )
 
 
-def _states_kept(state: CacheState) -> int:
+def _states_kept(inventory: SlotInventory) -> int:
     """Number of nodes with a state in any tier."""
     states = [
-        component for component in state.tree.components if not state.spec.owners[component.id].per_token
+        component
+        for component in inventory.tree.components
+        if not inventory.spec.owners[component.id].per_token
     ]
-    return sum(component.tier(node) is not None for node in state.tree.nodes() for component in states)
+    return sum(component.tier(node) is not None for node in inventory.tree.nodes() for component in states)

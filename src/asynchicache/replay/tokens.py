@@ -121,7 +121,7 @@ class TokenPlayer:
 
     def _compute(self, state: RequestState, number: int) -> None:
         planner, request = self._planner, self._tokens.trace.requests[number]
-        size, end = planner.state.page_size, self._end(request)
+        size, end = planner.inventory.page_size, self._end(request)
         kept = {*planner.cuts(state)}
         stops = {*kept, request.tokens, end}
         if end > request.tokens and planner.checkpoints.output:
@@ -134,7 +134,7 @@ class TokenPlayer:
             self._cache.carry_out(planner.publish(state, stop, final=stop == end, states=stop in kept))
 
     def _served(self, state: RequestState, known: int) -> ReplayedRequest:
-        size, prompt = self._planner.state.page_size, state.prompt
+        size, prompt = self._planner.inventory.page_size, state.prompt
         hit, reason = state.hit_tokens(size), self._planner.reason(state)
         lost = max(known - hit, 0)
         why = "partial_block" if lost < size else "evicted" if state.held_back is None else "not_kept"
@@ -142,4 +142,4 @@ class TokenPlayer:
         return ReplayedRequest(prompt, hit, state.tier, reason, misses)
 
     def _miss(self, reason: str) -> Miss:
-        return Miss(self._planner.state.names[FULL], reason)
+        return Miss(self._planner.inventory.names[FULL], reason)

@@ -141,8 +141,8 @@ class HitOracle(Observer):
         """
         self._inside = cache.inspect()
         self._planner = self._inside.planner
-        self._state = self._planner.state
-        self._tree = self._state.tree
+        self._inventory = self._planner.inventory
+        self._tree = self._inventory.tree
         self._storage = storage
         self._options = options
         self._draws = draws
@@ -299,7 +299,9 @@ class HitOracle(Observer):
         """Whether a prefix of a sequence may end inside a page: its page is there twice for a while."""
         needs = {FULL: -(-len(tokens) // self._size) + 1}
         needs |= {n: self._coverages[n].kept + 2 for n in self._windows}
-        room = all(self._state.free[place_of(n, Tier.DEVICE)].capacity >= need for n, need in needs.items())
+        room = all(
+            self._inventory.free[place_of(n, Tier.DEVICE)].capacity >= need for n, need in needs.items()
+        )
         return self._tree.tails and room
 
     def wanted(self, digests: Sequence[bytes]) -> None:
@@ -320,7 +322,7 @@ class HitOracle(Observer):
 
     def _holds(self, pool: str) -> set[bytes]:
         """The pages of a pool that are in memory."""
-        component_id = next(n for n in range(self._tree.width) if pool in self._state.sharing(n))
+        component_id = next(n for n in range(self._tree.width) if pool in self._inventory.sharing(n))
         found: set[bytes] = set()
         for node in self._tree.nodes(current=True):
             if is_held(node, component_id):
@@ -336,15 +338,15 @@ class HitOracle(Observer):
     @property
     def _asks(self) -> bool:
         """Whether the cache has memory to prefetch into."""
-        return self._state.free[FULL_HOST].capacity > 0
+        return self._inventory.free[FULL_HOST].capacity > 0
 
     def _in_storage(self, digests: Sequence[bytes]) -> PageFlags:
         """The stored pages of pools that have memory to prefetch into."""
         component_ids = range(self._tree.width)
         found = nothing(len(component_ids), len(digests))
         for component_id in component_ids if self._asks else ():
-            if self._state.free[place_of(component_id, Tier.HOST)].capacity:
-                found[component_id] = self._storage.has(self._state.sharing(component_id), digests)
+            if self._inventory.free[place_of(component_id, Tier.HOST)].capacity:
+                found[component_id] = self._storage.has(self._inventory.sharing(component_id), digests)
         return found
 
     def _answered(self, request: BaseRequest, case: HitCase, *, patient: bool) -> None:
@@ -365,8 +367,8 @@ class HitOracle(Observer):
             case.allowed.add(MissReason.DEADLINE)
         if self._options.policy is PrefetchPolicy.BEST_EFFORT:  # what is read for others may keep the host
             case.allowed |= {MissReason.DEADLINE, MissReason.HOST_CAPACITY}
-        case.refused |= case.furthest > self._state.host_pages  # not all of it fits at once
-        told_more = self._storage.has_lied and case.limit > self._state.host_pages
+        case.refused |= case.furthest > self._inventory.host_pages  # not all of it fits at once
+        told_more = self._storage.has_lied and case.limit > self._inventory.host_pages
         if case.refused or told_more or not self._asks:
             case.allowed.add(MissReason.HOST_CAPACITY)
         if not (calm and patient):
@@ -472,7 +474,7 @@ class HitOracle(Observer):
 
     def tail_keys(self, tokens: array[int], seed: bytes) -> list[ObjectKey]:
         """Keys of the page that `tokens` end in, with its states."""
-        there = [n for n in range(self._tree.width) if self._state.free[place_of(n, Tier.HOST)].capacity]
+        there = [n for n in range(self._tree.width) if self._inventory.free[place_of(n, Tier.HOST)].capacity]
         return [key for n in there for key in self._keys(n, self._tail_digest(tokens, seed))]
 
     def _tail_digest(self, tokens: array[int], seed: bytes) -> bytes:
@@ -489,7 +491,7 @@ class HitOracle(Observer):
         return self._keys(FULL, self._tail_digest(tokens, seed))
 
     def _keys(self, component_id: int, digest: bytes) -> list[ObjectKey]:
-        keys = [self._storage.key(pool, digest) for pool in self._state.sharing(component_id)]
+        keys = [self._storage.key(pool, digest) for pool in self._inventory.sharing(component_id)]
         return [key for key in keys if key is not None]
 
     def _check_reason(self, request: BaseRequest, case: HitCase) -> None:
@@ -520,7 +522,7 @@ class HitOracle(Observer):
         self._refused += 1
         self.costs.forget()  # a planned read may be dropped and repeated by another request
         for place, count in counts.items() if not shared else ():
-            free = self._state.free[place]
+            free = self._inventory.free[place]
             could = free.available + reclaimable(self._tree, place)
             if could >= count:
                 self._violated(f"room: {count} {free.name} refused, and {could} are free or could be")
@@ -533,7 +535,7 @@ class HitOracle(Observer):
 
     def hint_weighed(self, pages: int, clock: float, until: float, *, counts: bool) -> None:
         self._favours = [one for one in self._favours if one[0] > clock] + [(until, pages)] * counts
-        most = HINTED_SHARE * max(free.capacity for free in self._state.free[:2])
+        most = HINTED_SHARE * max(free.capacity for free in self._inventory.free[:2])
         if (total := sum(count for _, count in self._favours)) > most:
             self._violated(f"hint: {total} pages are favoured, {most:g} at most may be")
 
@@ -546,7 +548,7 @@ class HitOracle(Observer):
     def _left(self, node: Node, component_id: int, first: int, end: int) -> None:
         """Pages of a component have left all tiers of the tree, so waiting requests need not find them."""
         for digest in self._tree.digests(node)[first - node.end :] if first < end else ():
-            for pool in self._state.sharing(component_id):
+            for pool in self._inventory.sharing(component_id):
                 self.costs.lost(digest, pool)
         if not self._waiting:
             return
@@ -572,7 +574,7 @@ class HitOracle(Observer):
             if (page := case.digests.get(digest)) is not None:
                 case.disturbed = True
                 for component_id in range(self._tree.width):
-                    if pool in self._state.sharing(component_id):
+                    if pool in self._inventory.sharing(component_id):
                         case.stored[component_id][page] = 0
 
     def _violated(self, words: str) -> None:

@@ -28,7 +28,7 @@ class SlotOracle(Observer):
 
     def __init__(self, cache: BaseCache[Any]) -> None:
         self._inside = inside = cache.inspect()
-        self._state = state = inside.planner.state
+        self._state = state = inside.planner.inventory
         self._poisons = True
         self._owners = {
             pool: component_id

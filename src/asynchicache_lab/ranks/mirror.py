@@ -298,7 +298,7 @@ class PagedRankMirror(BaseRankMirror[EngineRequest]):
 
     def _resumable(self, tokens: Sequence[int]) -> bool:
         """Whether memory has all that a later prompt needs to go on at the end of these tokens."""
-        tree = self.cache.inspect().planner.state.tree
+        tree = self.cache.inspect().planner.inventory.tree
         pages = len(tokens) // self.cache.spec.page_size
         node = tree.known_end(token_array(tokens), namespace_seed(None), pages)
         return node.end == pages and tree.restorable(node)

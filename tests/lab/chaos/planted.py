@@ -19,16 +19,16 @@ from asynchicache.controller.request import BaseRequest, Request
 from asynchicache.controller.storage_writer import StorageWriter
 from asynchicache.failure_log import FailureLog
 from asynchicache.hashing import namespace_seed, page_digests, pool_fingerprint
-from asynchicache.planner import state
+from asynchicache.planner import inventory
 from asynchicache.planner.activity import Activity
 from asynchicache.planner.backup import BackupPlanner
+from asynchicache.planner.inventory import SlotInventory
 from asynchicache.planner.load import LoadPlanner
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.prefetch import PrefetchPlanner
 from asynchicache.planner.readings import Reading, StorageRead
 from asynchicache.planner.request_state import RequestState
 from asynchicache.planner.room_queue import RoomQueue
-from asynchicache.planner.state import CacheState
 from asynchicache.pools.allocator import SlotAllocator
 from asynchicache.pools.extents import ExtentAllocator
 from asynchicache.pools.host import HostPool
@@ -115,7 +115,7 @@ def freed_on_cancel_under_a_running_copy(patch: Patch) -> None:
     release = Planner.release
 
     def at_once(self: Planner, state: RequestState, error: BaseException | None = None) -> None:
-        if state in self.state.requests:
+        if state in self.inventory.requests:
             state.users = 1
             release(self, state, error)
 
@@ -130,14 +130,14 @@ def poisoned_page_is_handed_out_again(patch: Patch) -> None:
 
 @bug
 def freed_twice(patch: Patch) -> None:
-    give_back = CacheState.give_back
+    give_back = SlotInventory.give_back
 
-    def twice(self: CacheState, place: SlotPlace, slots: list[int], *, poisoned: bool) -> None:
+    def twice(self: SlotInventory, place: SlotPlace, slots: list[int], *, poisoned: bool) -> None:
         give_back(self, place, slots, poisoned=poisoned)
         if slots and place == place_of(FULL, Tier.HOST):
             self.free[place]._free.append(slots[0])
 
-    patch.setattr(CacheState, "give_back", twice)
+    patch.setattr(SlotInventory, "give_back", twice)
 
 
 @bug
@@ -158,7 +158,7 @@ def slots_are_moved_under_a_copy_that_reads_them(patch: Patch) -> None:
     def resident(node: Node, place: SlotPlace, protected: object) -> bool:
         return node.residency[place] == RESIDENT
 
-    patch.setattr(state, "_may_move", resident)
+    patch.setattr(inventory, "_may_move", resident)
 
 
 @bug
@@ -247,7 +247,7 @@ def waiter_that_gives_up_frees_the_read(patch: Patch) -> None:
         except asyncio.CancelledError:
             for read in list(self._prefetches._begun.values()):
                 if any(reading.request is state for reading in read.waiters) and read.outcome is None:
-                    self._prefetches._state.free[FULL_HOST].release([read.slot])
+                    self._prefetches._inventory.free[FULL_HOST].release([read.slot])
             raise
 
     patch.setattr(Prefetcher, "prefetch", impatient)
@@ -416,7 +416,7 @@ def durable_forgets_tails(patch: Patch) -> None:
 @bug
 def state_not_copied_on_write(patch: Patch) -> None:
     def lend(self: Planner, state: RequestState, node: Any, length: int) -> None:
-        if length % self.state.page_size == 0 and node.parent is not None:
+        if length % self.inventory.page_size == 0 and node.parent is not None:
             for component_id, slot in state.states.items():
                 self._tree.take_state(node, component_id, Tier.DEVICE, slot)
 
@@ -428,7 +428,7 @@ def state_published_inside_a_page(patch: Patch) -> None:
     publish = Planner._publish_states
 
     def rounded(self: Planner, state: RequestState, node: Any, length: int) -> Any:
-        return publish(self, state, node, length - length % self.state.page_size)
+        return publish(self, state, node, length - length % self.inventory.page_size)
 
     patch.setattr(Planner, "_publish_states", rounded)
 
@@ -444,7 +444,7 @@ def old_snapshot_published_for_a_new_length(patch: Patch) -> None:
         had = bool(state.snapshots)
         planned = snapshot(self, state, length)
         if had and planned:
-            self.state.tier_copies.remove(planned[0].tier_copy)
+            self.inventory.tier_copies.remove(planned[0].tier_copy)
             tier_copies.finish(self._tree, planned[0].tier_copy, arrived=True)
             state.users -= 1
             return []
@@ -604,7 +604,7 @@ def prompts_with_one_head_read_one_after_the_other(patch: Patch) -> None:
     look_up = Prefetcher._look_up
 
     async def in_turn(self: Prefetcher, prefetch: Any) -> None:
-        state, size = prefetch.request, self._planner.state.page_size
+        state, size = prefetch.request, self._planner.inventory.page_size
         busy = self.__dict__.setdefault("planted", {})
         head = (state.seed, state.tokens[:size].tobytes())
         for _ in range(4):

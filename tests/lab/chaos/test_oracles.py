@@ -15,12 +15,12 @@ import pytest
 from asynchicache.controller.prefetcher import Prefetcher
 from asynchicache.hashing import ObjectKey
 from asynchicache.planner.backup import BackupPlanner
+from asynchicache.planner.inventory import SlotInventory
 from asynchicache.planner.load import LoadPlanner
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.prefetch import PrefetchPlanner
 from asynchicache.planner.readings import ReadPlan
 from asynchicache.planner.request_state import RequestState
-from asynchicache.planner.state import CacheState
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place_of
 from asynchicache.types import (
@@ -610,7 +610,7 @@ def test_what_is_in_memory_is_found_page_by_page() -> None:
     sim = simulation(kv=(64, 64), mamba=(8, 8))
     published(sim, HEAD)
     published(sim, LONG)
-    tree = sim.planner.state.tree
+    tree = sim.planner.inventory.tree
 
     def seen(tokens: list[int], pages: int, seed: bytes = b"") -> list[bytes]:
         return [bytes(flags) for flags in in_memory(tree, array("q", tokens), seed, pages)]
@@ -627,7 +627,7 @@ def test_what_is_in_memory_is_found_page_by_page() -> None:
 def test_pages_that_are_shared_follow_one_another() -> None:
     sim = simulation(kv=(64, 64))
     node = published(sim, LONG)
-    size = sim.planner.state.tree.page_bytes
+    size = sim.planner.inventory.tree.page_bytes
 
     def shared(tokens: list[int], at: int = 0) -> int:
         return shared_pages(node, memoryview(array("q", tokens)).cast("B"), at, len(tokens) // 2, size)
@@ -645,7 +645,7 @@ def test_pages_that_are_shared_follow_one_another() -> None:
 def test_a_page_is_held_in_either_tier_and_on_its_way_up() -> None:
     sim = simulation(kv=(64, 64), mamba=(8, 8))
     node = published(sim, HEAD)
-    tree, books = sim.planner.state.tree, sim.planner.state
+    tree, books = sim.planner.inventory.tree, sim.planner.inventory
     assert (span(tree, node, 0), span(tree, node, 1)) == ((0, 2), (1, 2))
     assert (is_held(node, 0), is_held(node, 1)) == (True, True)
     books.evict(place_of(1, Tier.DEVICE), 1, dirty=True)
@@ -667,7 +667,7 @@ def test_room_could_be_made_of_ends_of_paths_that_nobody_keeps() -> None:
     sim = simulation(kv=(64, 64), mamba=(8, 8))
     published(sim, HEAD)
     lower = published(sim, LONG)
-    tree = sim.planner.state.tree
+    tree = sim.planner.inventory.tree
     device, states = FULL_DEVICE, place_of(1, Tier.DEVICE)
     assert (reclaimable(tree, device), reclaimable(tree, FULL_HOST), reclaimable(tree, states)) == (4, 0, 2)
 
@@ -715,7 +715,7 @@ def test_a_cache_that_gives_what_is_there_is_not_blamed() -> None:
 
 def test_a_match_has_to_be_all_that_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def shorter(self: Planner, tokens: array[int], seed: bytes) -> Any:
-        return self.state.tree.match(tokens, seed, limit=min(1, len(tokens) // 2))
+        return self.inventory.tree.match(tokens, seed, limit=min(1, len(tokens) // 2))
 
     monkeypatch.setattr(Planner, "_match", shorter)
     assert any(words.startswith("hit: 1 pages matched, and 4 of ") for words in found())
@@ -763,7 +763,7 @@ def test_a_reason_has_to_be_true(reason: MissReason, monkeypatch: pytest.MonkeyP
 
 
 def test_room_that_could_be_made_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CacheState, "_make_room", lambda self, at, count: at != FULL_HOST or not count)
+    monkeypatch.setattr(SlotInventory, "_make_room", lambda self, at, count: at != FULL_HOST or not count)
     assert any(words.startswith("room: ") and words.endswith("are free or could be") for words in found())
 
 

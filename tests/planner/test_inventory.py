@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import pytest
 
 from asynchicache.errors import ConfigError
+from asynchicache.planner.inventory import PlannerCounters
 from asynchicache.planner.request_state import RequestState
-from asynchicache.planner.state import PlannerCounters
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, Node, place_of
 from asynchicache.types import PoolTransfer, Tier, WritePolicy
 from controller.simulation import Simulation
@@ -44,7 +44,7 @@ def saved(sim: Simulation, node: Node) -> None:
 def test_room_that_is_free_costs_nothing() -> None:
     sim = simulation(kv=(8, 8))
     published(sim, [1, 2, 3, 4])
-    books = sim.planner.state
+    books = sim.planner.inventory
 
     assert books.make_room(FULL_DEVICE, 6)
     assert books.counters == PlannerCounters(evicted=[0, 0])
@@ -59,7 +59,7 @@ def test_room_that_cannot_be_made_is_refused_and_what_may_go_has_gone() -> None:
     running = sim.open([5, 6, 7, 8])
     sim.load(running)
     sim.planner.extend(running, 4)
-    books = sim.planner.state
+    books = sim.planner.inventory
 
     assert not books.make_room(FULL_DEVICE, 7)
     assert books.free[FULL_DEVICE].available == 6
@@ -81,7 +81,7 @@ def test_under_write_back_pages_with_a_copy_on_the_host_go_first(
     dirty = published(sim, [1, 2, 3, 4])
     clean = published(sim, [5, 6, 7, 8])
     saved(sim, clean)
-    books = sim.planner.state
+    books = sim.planner.inventory
 
     assert books.make_room(FULL_DEVICE, 4)
     assert (books.counters.demoted, books.counters.lost) == (demoted, lost)
@@ -98,7 +98,7 @@ def test_room_is_made_until_enough_is_usable_where_a_failed_copy_may_write_what_
 ) -> None:
     sim = simulation(policy, kv=(8, 8), mamba=(4, 4))
     nodes = [published(sim, [first, 2]) for first in (1, 3, 5)]
-    books, place = sim.planner.state, place_of(1, Tier.DEVICE)
+    books, place = sim.planner.inventory, place_of(1, Tier.DEVICE)
     condemned = [slot for node in nodes[:2] for slot in node.slots_at(place)]
     books.condemn(Tier.DEVICE, books.transfers(1, condemned, condemned))
 
@@ -110,14 +110,14 @@ def test_room_is_made_until_enough_is_usable_where_a_failed_copy_may_write_what_
 
 @pytest.mark.parametrize("policy", [BACK, WritePolicy.WRITE_THROUGH_SELECTIVE])
 def test_room_in_a_shared_memory_is_made_beside_what_a_failed_copy_may_write(policy: WritePolicy) -> None:
-    sizes = simulation(kv=(8, 0), mamba=(4, 0)).planner.state
+    sizes = simulation(kv=(8, 0), mamba=(4, 0)).planner.inventory
     page, state = (
         free.slot_bytes for free in (sizes.free[FULL_DEVICE], sizes.free[place_of(1, Tier.DEVICE)])
     )
     memory = {Tier.DEVICE: 8 * page + 4 * state}
     sim = Simulation(random.Random(0), slots={"kv": (8, 0), "mamba": (4, 0)}, policy=policy, memory=memory)
     end = published(sim, [1, 2, 3, 4], 2, 4)
-    books, place = sim.planner.state, place_of(1, Tier.DEVICE)
+    books, place = sim.planner.inventory, place_of(1, Tier.DEVICE)
     assert end.parent is not None
     superseded = end.parent.slots_at(place)  # of the least value, so it goes first
     books.condemn(Tier.DEVICE, books.transfers(1, superseded, superseded))
@@ -131,7 +131,7 @@ def test_what_is_evicted_is_counted_by_place() -> None:
     sim = simulation(kv=(8, 8), mamba=(4, 4))
     for first in (1, 3):
         saved(sim, published(sim, [first, 2, 3, 4]))
-    books = sim.planner.state
+    books = sim.planner.inventory
 
     books.evict(place_of(1, Tier.HOST), 1, dirty=True)
     books.evict(FULL_DEVICE, 4, dirty=True)
@@ -161,10 +161,10 @@ def test_an_eviction_is_traced_with_what_became_of_it() -> None:
     sim = simulation(kv=(8, 8), mamba=(4, 4))
     saved(sim, published(sim, [1, 2, 3, 4]))
     published(sim, [5, 6])
-    tracer = sim.planner.state.tracer = Tracer()  # type: ignore[assignment]
+    tracer = sim.planner.inventory.tracer = Tracer()  # type: ignore[assignment]
 
-    sim.planner.state.evict(FULL_DEVICE, 8, dirty=True)
-    sim.planner.state.evict(place_of(1, Tier.HOST), 1, dirty=True)
+    sim.planner.inventory.evict(FULL_DEVICE, 8, dirty=True)
+    sim.planner.inventory.evict(place_of(1, Tier.HOST), 1, dirty=True)
     assert tracer.told == [
         ("kv", "device", 8),
         {"freed": 3, "demoted": 2, "lost": 1},
@@ -200,7 +200,7 @@ def test_a_pool_without_room_for_a_window_is_refused(device: int, host: int, wor
 @pytest.mark.parametrize(("device", "host"), [(5, 0), (5, 4)])
 def test_room_for_one_window_is_enough(device: int, host: int) -> None:
     sim = simulation(windows={"swa": 3}, kv=(8, 8), swa=(device, host))
-    assert [free.capacity for free in sim.planner.state.free] == [8, 8, device, host]
+    assert [free.capacity for free in sim.planner.inventory.free] == [8, 8, device, host]
 
 
 # Slots of others
@@ -213,7 +213,7 @@ def test_who_watches_the_host_is_told_of_slots_of_every_pool() -> None:
     def note(pool: str, slots: Iterable[int]) -> None:
         left.append((pool, list(slots)))
 
-    books = sim.planner.state
+    books = sim.planner.inventory
     books.watch_host(note)
     node = published(sim, [1, 2])
     saved(sim, node)
@@ -228,7 +228,7 @@ def test_who_watches_the_host_is_told_of_slots_of_every_pool() -> None:
 @pytest.mark.parametrize("poisoned", [False, True])
 def test_slots_that_a_device_may_still_write_to_are_not_lent_again(poisoned: bool) -> None:
     sim = simulation(kv=(8, 8))
-    books = sim.planner.state
+    books = sim.planner.inventory
     slots = books.free[FULL_HOST].allocate(2)
 
     books.give_back(FULL_HOST, slots, poisoned=poisoned)
@@ -238,7 +238,7 @@ def test_slots_that_a_device_may_still_write_to_are_not_lent_again(poisoned: boo
 
 def test_a_failed_copy_condemns_where_it_went() -> None:
     sim = simulation(kv=(8, 8), mamba=(4, 4))
-    books = sim.planner.state
+    books = sim.planner.inventory
     slots = books.free[place_of(1, Tier.HOST)].allocate(1)
 
     books.condemn(Tier.HOST, books.transfers(1, [0], slots))
@@ -248,7 +248,7 @@ def test_a_failed_copy_condemns_where_it_went() -> None:
 
 def test_host_slots_that_are_not_ready_are_not_lent() -> None:
     sim = simulation(kv=(8, 8), mamba=(4, 4))
-    books = sim.planner.state
+    books = sim.planner.inventory
 
     books.open_host("mamba", 1)
     books.open_host("kv", 3)
@@ -259,7 +259,7 @@ def test_host_slots_that_are_not_ready_are_not_lent() -> None:
 
 
 def leaked(sim: Simulation, request: RequestState) -> None:
-    sim.planner.state.free[FULL_DEVICE].allocate(1)
+    sim.planner.inventory.free[FULL_DEVICE].allocate(1)
 
 
 def stolen(sim: Simulation, request: RequestState) -> None:
@@ -271,7 +271,7 @@ def shared(sim: Simulation, request: RequestState) -> None:
 
 
 def state_leaked(sim: Simulation, request: RequestState) -> None:
-    sim.planner.state.free[place_of(1, Tier.DEVICE)].allocate(1)
+    sim.planner.inventory.free[place_of(1, Tier.DEVICE)].allocate(1)
 
 
 def state_shared(sim: Simulation, request: RequestState) -> None:
@@ -279,8 +279,8 @@ def state_shared(sim: Simulation, request: RequestState) -> None:
 
 
 def window_shared(sim: Simulation, request: RequestState) -> None:
-    number = sim.planner.state.names.index("swa")
-    sim.planner.state.private.append(
+    number = sim.planner.inventory.names.index("swa")
+    sim.planner.inventory.private.append(
         lambda: {place_of(number, Tier.DEVICE): list(request.windows[number].own)[:1]}
     )
 
@@ -302,10 +302,10 @@ def test_a_slot_has_one_owner(damage, words: list[str]) -> None:
     request = sim.open([1, 2])
     sim.load(request)
     sim.planner.extend(request, 2)
-    assert sim.planner.state.verify() == []
+    assert sim.planner.inventory.verify() == []
 
     damage(sim, request)
-    assert sim.planner.state.verify() == words
+    assert sim.planner.inventory.verify() == words
     request.lease.close()
 
 
@@ -313,13 +313,13 @@ def test_slots_of_a_copy_whose_page_is_gone_have_an_owner() -> None:
     sim = simulation(kv=(8, 8))
     node = published(sim, [1, 2, 3, 4])
     saved(sim, node)
-    sim.planner.state.evict(FULL_DEVICE, 2, dirty=True)
+    sim.planner.inventory.evict(FULL_DEVICE, 2, dirty=True)
     first, second = sim.open([1, 2, 3, 4, 5]), sim.open([1, 2, 3, 4, 6])
     (load,) = sim.planner.loads.load(first)
-    assert sim.planner.state.verify() == []
+    assert sim.planner.inventory.verify() == []
     sim.planner.copy_finished(load, RuntimeError("planted"))
-    assert sim.planner.state.verify() == []
-    assert sim.planner.state.free[FULL_DEVICE].quarantined == 2
+    assert sim.planner.inventory.verify() == []
+    assert sim.planner.inventory.free[FULL_DEVICE].quarantined == 2
     for request in (first, second):
         sim.close(request)
     sim.verify()

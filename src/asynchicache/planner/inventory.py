@@ -81,8 +81,8 @@ class PlannerCounters:
         return replace(self, evicted=list(self.evicted))
 
 
-class CacheState:
-    """The state that all decisions read and change.
+class SlotInventory:
+    """Who holds which slot: what all decisions read and change.
 
     Attributes:
         names: pool name of each component; the first covers every page.
