@@ -136,13 +136,14 @@ class ItemRuns(NamedTuple):
     """The runs of some pages' items of one tensor and layer, from where that layer begins.
 
     Attributes:
-        destinations, sources, sizes: as of a `RunTable`.
+        destinations, sources: as of a `RunTable`.
+        sizes: as there, or that of each.
         nbytes: in all.
     """
 
     destinations: Integers
     sources: Integers
-    sizes: Integers
+    sizes: Integers | int
     nbytes: int
 
 
@@ -200,8 +201,7 @@ class ItemShape(NamedTuple):
             unit = np.arange(units, dtype=np.int64)
             of = (of[:, None] + unit * self.source_unit).ravel()
             to = (to[:, None] + unit * self.destination_unit).ravel()
-        sizes = np.full(pages * units, self.unit_bytes, np.int64)
-        return ItemRuns(to, of, sizes, pages * units * self.unit_bytes)
+        return ItemRuns(to, of, self.unit_bytes, pages * units * self.unit_bytes)
 
     def of_runs(self, runs: Integers) -> ItemRuns:
         """A run for each run of slots, where `slots_follow`.

@@ -102,7 +102,8 @@ class CudaDriver:
         self._long, self._short = libraries
         self._entered = _Entered()
         self._attributes, self._first = _Attributes(_SOURCE_ORDER_STREAM), c_size_t(0)
-        self._constant = addressof(self._attributes), addressof(self._first), 1
+        self._failed = c_size_t(0)
+        self._of_batches = addressof(self._attributes), addressof(self._first), 1, addressof(self._failed)
 
     @classmethod
     def load(cls, index: int) -> CudaDriver:
@@ -145,13 +146,10 @@ class CudaDriver:
         """
         if not self._entered.yes:
             self._enter()
-        failed = c_size_t(0)
         library = self._short if count <= SHORT_BATCH else self._long
-        code = library.cuMemcpyBatchAsync(
-            destinations, sources, sizes, count, *self._constant, byref(failed), stream
-        )
+        code = library.cuMemcpyBatchAsync(destinations, sources, sizes, count, *self._of_batches, stream)
         if code:
-            raise _failure(f"cuMemcpyBatchAsync of {count} runs, at run {failed.value},", code)
+            raise _failure(f"cuMemcpyBatchAsync of {count} runs, at run {self._failed.value},", code)
 
     def upload(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         """Copy pinned host memory to the GPU, in the order of a stream.

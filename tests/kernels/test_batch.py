@@ -42,10 +42,10 @@ def test_pages_come_to_runs_that_are_contiguous_on_both_sides(follow: bool, unit
     else:
         found = shape.of_slots(np.array([0, 1, 5]), np.array([3, 4, 0]))
     starts = found.destinations + destination.data_ptr(), found.sources + source.data_ptr()
-    memmove_batch(RunBatch.of(*starts, found.sizes))
+    memmove_batch(RunBatch.of(*starts, np.broadcast_to(found.sizes, starts[0].shape)))
 
     pieces = PieceCount.of([(source, destination)])
-    assert len(found.sizes) == count == (pieces.of_runs * 2 + pieces.of_slots * 3) / 2
+    assert len(found.sources) == count == (pieces.of_runs * 2 + pieces.of_slots * 3) / 2
     assert found.nbytes == 3 * units * 4
     assert torch.equal(destination, expected)
 

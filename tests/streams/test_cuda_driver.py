@@ -38,7 +38,7 @@ class _Library:
             self._device_pointer
         )
         self.cuMemcpyBatchAsync = CFUNCTYPE(
-            c_int, *(c_void_p,) * 3, c_size_t, *(c_void_p,) * 2, c_size_t, POINTER(c_size_t), c_void_p
+            c_int, *(c_void_p,) * 3, c_size_t, *(c_void_p,) * 2, c_size_t, *(c_void_p,) * 2
         )(self._copy_batch)
         self.cuMemcpyAsync = CFUNCTYPE(c_int, c_uint64, c_uint64, c_size_t, c_void_p)(self._copy)
 
@@ -68,14 +68,15 @@ class _Library:
         return 0 if flags == 0 and any(address in run for run in PINNED) else INVALID_VALUE
 
     def _copy_batch(self, to, of, sizes, count, attributes, first, number, failed, stream) -> int:
-        failed[0] = 2**64 - 1
+        at = c_size_t.from_address(failed)
+        at.value = 2**64 - 1
         if not self._has_context():
             return INVALID_CONTEXT
         order, index = (c_uint.from_address(pointer).value for pointer in (attributes, first))
         if stream != STREAM or not 0 < number <= count or not 1 <= order <= 3 or index != 0:
             return INVALID_VALUE
         read = [(c_uint64 * count).from_address(pointer)[:] for pointer in (to, of, sizes)]
-        for failed[0], (*addresses, size) in enumerate(zip(*read, strict=True)):
+        for at.value, (*addresses, size) in enumerate(zip(*read, strict=True)):
             if not all(_within_one(address, size) for address in addresses):
                 return INVALID_VALUE
         self.batches.append((read[0], read[1], read[2]))

@@ -64,6 +64,7 @@ def test_operations_of_one_tick_are_planned_once_for_each_pool_and_direction(
     )
 
     records = scheduler.schedule([Submission(operation=wish) for wish in wishes])
+    scheduler.settle()
 
     assert [record.direction for record in records] == [Direction.LOAD, Direction.BACKUP]
     assert calls == {"holds": 1, "mark": 2, "plan_of": 2}, "slots were checked when they were submitted"

@@ -426,7 +426,10 @@ class CudaStream:
         return event
 
     def _crossing(self, event: Event) -> CudaEvent:
-        own, captured = self.own(event), self._captured()
+        own = self.own(event)
+        if not (own.external or self._foreign or self.graph):
+            return own
+        captured = self._captured()
         if captured and not own.external:
             raise RequestStateError(f"stream {self.name} is captured: events in and out must be external")
         if own.external and not captured and self.device.capturing():

@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from asynchicache.errors import CallRefusedError, ConfigError, DeviceError
-from asynchicache.kernels.batch import PieceCount
+from asynchicache.errors import CallRefusedError, ConfigError, DeviceError, InternalError
+from asynchicache.kernels.batch import PieceCount, RunBatch
 from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.reference import copy_run
 from asynchicache.kernels.select import CopyMethods, copy_methods
@@ -191,6 +191,10 @@ class PageCopier:
         Raises:
             CallRefusedError: the device refused one of them. No later plan takes its path.
         """
+        batch = copies.ready(layers)
+        if batch is not None:
+            _launch(stream, [copies.of_batch(batch, stream.handle)])
+            return
         held: list[SizedCopy] = []
         nbytes = 0
         for copy in copies.of_group(layers, stream.handle):
@@ -210,10 +214,14 @@ class PageCopier:
         return self.prepare(plan).paths[pool]
 
 
+def _no_batches(batch: RunBatch, stream: int) -> None:
+    raise InternalError("a path that is not there was chosen")
+
+
 def _launch(stream: Stream, copies: Sequence[SizedCopy]) -> None:
-    begun: list[SizedCopy] = []
+    begun = [copies[0]]
     try:
-        stream.launch(partial(_run_all, copies, begun))
+        stream.launch(copies[0].call if len(copies) == 1 else partial(_run_all, copies, begun))
     except CallRefusedError as error:
         for pool in begun[-1].pools:
             pool.drop(begun[-1].path, error.__cause__ or error)
@@ -346,6 +354,8 @@ class PlanCopies:
         if self._region is None:
             self.paths.update({name: self._choose(name, kernels=False) for name in by_kernel})
         self._batched = [self._pools[name] for name in self._by(CopyPath.BATCH)]
+        self._only_batches = len(self._batched) == len(self._pools)
+        self._copy = (self._batched[0].methods.batch if self._batched else None) or _no_batches
 
     def _by(self, path: CopyPath) -> list[str]:
         return [name for name, chosen in self.paths.items() if chosen is path]
@@ -368,6 +378,14 @@ class PlanCopies:
         forced = pool.force is CopyPath.KERNEL
         return pool.choose(self._rates, shape, kernels=kernels and (forced or pieces >= KERNEL_PIECES))
 
+    def ready(self, layers: range) -> RunBatch | None:
+        """All copies of a group, where they are one batch that is written down."""
+        return self.table.ready(layers.start) if self._only_batches and self.table is not None else None
+
+    def of_batch(self, batch: RunBatch, stream: int, *, at_once: bool = False) -> SizedCopy:
+        call = partial(self._copy, batch, stream)
+        return SizedCopy(self._batched, CopyPath.BATCH, batch.nbytes, call, at_once)
+
     def of_group(self, layers: range, stream: int) -> Iterator[SizedCopy]:
         """The copies of a group of layers of the model.
 
@@ -376,11 +394,8 @@ class PlanCopies:
             stream: its handle.
         """
         if self.table is not None:
-            copy = self._batched[0].methods.batch
-            assert copy is not None, "a path that is not there is not chosen"
             for batch in self.table.batches(layers.start):
-                call, at_once = partial(copy, batch, stream), batch is self.table.head
-                yield SizedCopy(self._batched, CopyPath.BATCH, batch.nbytes, call, at_once)
+                yield self.of_batch(batch, stream, at_once=batch is self.table.head)
         for name, pool in self._pools.items():
             if self.paths[name] is CopyPath.KERNEL:
                 yield from self._launches(name, pool, layers, stream)

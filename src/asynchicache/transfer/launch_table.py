@@ -249,6 +249,15 @@ class LaunchTable:
         self.head: RunBatch | None = None
         self._begun = False
 
+    def ready(self, first_layer: int) -> RunBatch | None:
+        """The one batch of the group that begins at a layer, if it is written; groups come in order."""
+        pieces = self._layout.groups.get(first_layer, ())
+        if len(pieces) != 1:
+            return None
+        number, first, stop = pieces[0]
+        block = self._blocks.get(number)
+        return None if block is None else block.ready(first, stop)
+
     def batches(self, first_layer: int) -> Iterator[RunBatch]:
         """The batches of the group that begins at a layer of the model; groups come in order.
 
@@ -282,14 +291,14 @@ class LaunchTable:
         if all(len(self._pages[part.pool].pieces) == 1 for part in block.parts):
             return
         columns = self._columns(block, 1)
-        table = RunTable(sum(len(items.sizes) for _, items in columns), self._keep)
-        _fill(table, columns, row, row + 1, 0)
+        table = RunTable(sum(len(items.destinations) for _, items in columns), self._keep)
+        _fill(table, columns, row, row + 1)
         nbytes = sum(items.nbytes for _, items in columns)
         yield from RunBatch(table, 0, len(table.sizes), nbytes, RunPattern()).cut(self._chunk_bytes)
 
 
 class _FilledBlock:
-    """A block's table, filled as far as it was asked for."""
+    """Some rows of a block, written down."""
 
     def __init__(
         self,
@@ -300,16 +309,24 @@ class _FilledBlock:
     ) -> None:
         self._columns = columns
         self._rows = block.rows
-        self._width = sum(len(items.sizes) for _, items in columns)
+        self._width = sum(len(items.destinations) for _, items in columns)
         self._nbytes = sum(
             items.nbytes * (1 if part.layers is None else int(part.layers.max())) for part, items in columns
         )
-        self._table = RunTable(block.rows * self._width, keep)
-        self._filled = 0
         self._chunk_bytes = chunk_bytes
+        self._keep = keep
         self._step = max(1, min(MAX_RUNS // self._width, chunk_bytes // self._nbytes))
+        self._fits = self._width <= MAX_RUNS and self._nbytes <= chunk_bytes
         self._ahead = max(1, FILLED_AHEAD // self._width)
         self._pattern = RunPattern() if block.alike else None  # of each row
+        self._first = self._stop = 0  # rows that the table has
+        self._table = RunTable(0, keep)
+
+    def ready(self, first: int, stop: int) -> RunBatch | None:
+        """Rows as one batch, if they are written and fit into one."""
+        if self._fits and self._first <= first and stop <= self._stop and stop - first <= self._step:
+            return self._batch(first, stop, 0)
+        return None
 
     def batches(self, first: int, stop: int, skip: int) -> Iterator[RunBatch]:
         """
@@ -317,34 +334,34 @@ class _FilledBlock:
             first, stop: rows.
             skip: runs of the first row that have been copied.
         """
-        width, step = self._width, self._step
-        for row in range(first, stop, step):
-            end = min(row + step, stop)
-            if end > self._filled:
-                ahead = min(max(end, self._filled + self._ahead), self._rows)
-                _fill(self._table, self._columns, self._filled, ahead, self._filled)
-                self._filled = ahead
-            whole = end == row + 1 and not skip
-            pattern = (self._pattern if whole else None) or RunPattern()
-            start, skip = row * width + skip, 0
-            if start < end * width:
-                batch = RunBatch(self._table, start, end * width, self._nbytes * (end - row), pattern)
+        for row in range(first, stop, self._step):
+            end = min(row + self._step, stop)
+            if not self._first <= row <= end <= self._stop:
+                self._write(row, min(max(end, row + self._ahead), self._rows))
+            batch, skip = self._batch(row, end, skip), 0
+            if batch.start < batch.stop:
                 yield from batch.cut(self._chunk_bytes)
 
+    def _batch(self, first: int, stop: int, skip: int) -> RunBatch:
+        start, end = (first - self._first) * self._width + skip, (stop - self._first) * self._width
+        whole = end - start == self._width
+        pattern = (self._pattern if whole else None) or RunPattern()
+        return RunBatch(self._table, start, end, self._nbytes * (stop - first), pattern)
 
-def _fill(
-    table: RunTable, columns: Sequence[tuple[BlockPart, ItemRuns]], first: int, stop: int, at_row: int
-) -> None:
-    """Write rows `first` to `stop - 1` of a block into a table, from its row `at_row` on."""
-    width = sum(len(items.sizes) for _, items in columns)
-    written = slice(at_row * width, (at_row + stop - first) * width)
+    def _write(self, first: int, stop: int) -> None:
+        self._first, self._stop = first, stop
+        self._table = RunTable((stop - first) * self._width, self._keep)
+        _fill(self._table, self._columns, first, stop)
+
+
+def _fill(table: RunTable, columns: Sequence[tuple[BlockPart, ItemRuns]], first: int, stop: int) -> None:
+    """Write rows `first` to `stop - 1` of a block into a table."""
     to, of, sizes = (
-        column[written].reshape(stop - first, width)
-        for column in (table.destinations, table.sources, table.sizes)
+        column.reshape(stop - first, -1) for column in (table.destinations, table.sources, table.sizes)
     )
     at = 0
     for part, items in columns:
-        here = slice(at, at + len(items.sizes))
+        here = slice(at, at + len(items.destinations))
         np.add(items.destinations, part.destinations[first:stop], out=to[:, here])
         np.add(items.sources, part.sources[first:stop], out=of[:, here])
         if part.layers is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -292,6 +293,8 @@ class LocalTransfers:
             self._call_on_loop(partial(tick.settle, record))
         if not records:
             self._call_on_loop(tick.planned.set)
+        with suppress(MemoryError):  # the next tick tries again
+            self.scheduler.settle()
 
     def _enqueue(self, record: TransferRecord, begun: Callable[[], object]) -> None:
         """

@@ -7,6 +7,7 @@ Used by one thread at a time. The arithmetic is numpy's, for a whole tick at onc
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -164,6 +165,7 @@ class Scheduler:
         self.group_bytes = group_bytes
         self._watch = watch
         self._hazards = HazardTable(extents)
+        self._unmarked: deque[tuple[Direction, Columns, int]] = deque()  # transfers that it does not know yet
         self._independence = IndependenceCheck(extents)
         self._live: dict[int, TransferRecord] = {}
         self._scheduled: list[TransferRecord] = []  # by the call that runs, or ran last
@@ -173,8 +175,10 @@ class Scheduler:
         """The transfers of one tick, in the order to enqueue them; resolves every submission.
 
         Independent operations of one direction become one transfer. Among independent transfers forks and
-        loads go before backups.
+        loads go before backups. A transfer without others takes no longer for many pages than for few, other
+        than `settle`.
         """
+        self.settle()
         self._forget_finished()
         self._scheduled = []
         moving = [submission for submission in submissions if not submission.operation.empty]
@@ -187,6 +191,12 @@ class Scheduler:
             if submission.operation.empty:
                 submission.resolve(None, self._writers(submission))
         return records
+
+    def settle(self) -> None:
+        """Note which slots the transfers use that were scheduled last; it may come once they are enqueued."""
+        while self._unmarked:
+            self._hazards.mark(*self._unmarked[0])
+            self._unmarked.popleft()
 
     def abandon(self, error: Exception) -> list[TransferRecord]:
         """The transfers of a `schedule` that raised: they count as live, as later ones may already wait for
@@ -223,6 +233,7 @@ class Scheduler:
     def _record(self, submissions: Sequence[Submission]) -> TransferRecord:
         operations = [submission.operation for submission in submissions]
         direction, columns = operations[0].direction, columns_of(operations)
+        self.settle()
         since = self._oldest
         self._number += 1
         record = TransferRecord(self._number, direction, submissions, self._watch)
@@ -230,7 +241,7 @@ class Scheduler:
         if self._live:
             record.reads_from = self._records(self._hazards.writers_of_sources(direction, columns, since))
             record.runs_after = self._records(self._hazards.users_of_destinations(direction, columns, since))
-        self._hazards.mark(direction, columns, record.number)
+        self._unmarked.append((direction, columns, record.number))
         self._live[record.number] = record
         group_bytes = self.group_bytes if direction is Direction.LOAD else None
         try:
@@ -241,6 +252,8 @@ class Scheduler:
 
     def _writers(self, submission: Submission) -> list[TransferRecord]:
         """The transfers in flight that write what a submitter will read."""
+        if submission.reads:
+            self.settle()
         numbers: set[int] = set()
         for pool, slots in submission.reads:
             numbers |= self._hazards.writers(pool, Tier.DEVICE, slots, self._oldest)
