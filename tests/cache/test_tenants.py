@@ -20,8 +20,8 @@ PAGES = 32
 class TenantShares(Policy):
     """LRU; the pages of a tenant that has more than half of the memory go before those of others."""
 
-    def __init__(self, capacity: int, page_bytes: int) -> None:
-        super().__init__(capacity, page_bytes)
+    def __init__(self, capacity: int, page_size: int) -> None:
+        super().__init__(capacity, page_size)
         self._most = capacity // 2
         self.pages: Counter[bytes] = Counter()
         self._nodes: defaultdict[bytes, list[Node]] = defaultdict(list)
