@@ -21,7 +21,7 @@ from asynchicache.streams.drivers import InlineDriver, SeededDriver, ThreadDrive
 from asynchicache.streams.emulated import EmulatedDevice, EmulatedStream
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.copies import PoolMemory
-from asynchicache.transfer.local import LocalTransfers
+from asynchicache.transfer.local import AHEAD_BYTES, LocalTransfers
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.types import PoolTransfer, Tier, trailing_pages
 
@@ -165,14 +165,23 @@ def _device(driver: str, seed: int) -> EmulatedDevice:
 
 
 @asynccontextmanager
-async def _open_rig(driver: str = "thread", *, seed: int = 0, group_bytes: int = 1) -> AsyncIterator[Rig]:
+async def _open_rig(
+    driver: str = "thread", *, seed: int = 0, group_bytes: int = 1, ahead_bytes: int = AHEAD_BYTES
+) -> AsyncIterator[Rig]:
     port = AsyncioPort(threads=1)
     device = _device(driver, seed)
     reactor = CompletionReactor(port, sweep_seconds=0.01)
     memories = make_memories()
     inline = driver in ("inline", "seeded")
     transfers = LocalTransfers(
-        device, memories, LAYERS, port, reactor, group_bytes=group_bytes, submit_inline=inline
+        device,
+        memories,
+        LAYERS,
+        port,
+        reactor,
+        group_bytes=group_bytes,
+        ahead_bytes=ahead_bytes,
+        submit_inline=inline,
     )
     rig = Rig(device, transfers, reactor, memories)
     rig.randomize(seed)

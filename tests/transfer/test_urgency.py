@@ -18,13 +18,13 @@ def enqueued(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], list[tuple[D
 
     def watch(transfers) -> list[tuple[Direction, int]]:
         written: list[tuple[Direction, int]] = []
-        original = transfers._enqueue
+        original = transfers._wait_for_dependencies
 
-        def enqueue(record, begun) -> None:
+        def enqueue(record, stream) -> None:
             written.append((record.direction, len(record.submissions)))
-            original(record, begun)
+            original(record, stream)
 
-        monkeypatch.setattr(transfers, "_enqueue", enqueue)
+        monkeypatch.setattr(transfers, "_wait_for_dependencies", enqueue)
         return written
 
     return watch

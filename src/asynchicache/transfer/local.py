@@ -2,16 +2,17 @@
 
 On the loop a submission is only checked and appended to a list. When the loop's iteration ends, all of them
 go to the submit thread, which merges them, orders them by their slots, and enqueues them. The device keeps
-the order: a copy waits on the streams for the copies that it depends on, and the host never waits to enqueue.
+the order: a copy waits on the streams for the copies that it depends on. The host waits only where a large
+load would be enqueued far ahead of the device.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import anyio
@@ -52,7 +53,29 @@ logger = logging.getLogger(__name__)
 GROUP_BYTES = 8 << 20
 """Bytes of layers that are worth a launch of their own: about 150 microseconds of a PCIe 5 bus."""
 
+AHEAD_BYTES = 256 << 20
+"""Bytes of a load that are enqueued and have not landed, or two groups if these are more. What an engine
+copies for itself, such as token ids, waits behind them all, as a copy engine serves in order. Fewer would be
+copied before the submit thread, beside busy Python, has the interpreter's lock (5 ms) to enqueue more. All is
+enqueued at once where a task waits in `Ticket.submitted` for the last layer."""
+
 _NO_POOL = -1, -1  # capacities of an unknown pool: even an empty transfer (highest slot -1) exceeds them
+
+
+@dataclass(slots=True, eq=False)
+class _Enqueueing:
+    """A transfer that is being enqueued.
+
+    Attributes:
+        groups: enqueues them; None before the first.
+        whole: whether to wait for nothing that may be ahead.
+    """
+
+    record: TransferRecord
+    tick: Tick
+    copies: PlanCopies | None = None
+    groups: Iterator[Event] | None = None
+    whole: bool = False
 
 
 class LocalTransfers:
@@ -77,6 +100,7 @@ class LocalTransfers:
         reactor: CompletionReactor,
         *,
         group_bytes: int = GROUP_BYTES,
+        ahead_bytes: int = AHEAD_BYTES,
         submit_inline: bool = False,
         paths: PathTable | None = None,
         copy_path: CopyPath | None = None,
@@ -90,8 +114,8 @@ class LocalTransfers:
             port: how the submit thread reaches the loop.
             reactor: reports completion.
             group_bytes: bytes that make a group of a load's layers worth a launch. Default: 8 MiB.
-            submit_inline: enqueue on the loop, for devices that run in virtual time or in their
-                caller. Default: False, on a thread of their own.
+            ahead_bytes: see `AHEAD_BYTES`. Default: 256 MiB.
+            submit_inline: enqueue on the loop, for devices that run in virtual time or in their caller.
             paths: measured rates of each copy path. Default: rates that a CPU had; plain copies on a GPU.
             copy_path: always use this path.
             audit: compares a sample of what comes back to the device with what had left it.
@@ -101,9 +125,8 @@ class LocalTransfers:
         """
         for pool, memory in memories.items():
             if str(memory.device.device) != device.name:
-                raise ConfigError(
-                    f"pool {pool!r} is on {memory.device.device}, the streams are {device.name}'s"
-                )
+                there = memory.device.device
+                raise ConfigError(f"pool {pool!r} is on {there}, the streams are {device.name}'s")
         self._device = device
         self._layers = layers
         self._port = port
@@ -120,6 +143,8 @@ class LocalTransfers:
         self._submitter = None if submit_inline else port.worker("asynchicache-submit")
         self.audit = audit
         self._auditor = None if submit_inline else port.worker("asynchicache-audit")
+        self._ahead_bytes = ahead_bytes
+        self._paced: _Enqueueing | None = None  # the one load whose other groups are enqueued later
         self._tick: Tick | None = None
         self._in_flight = InFlightOperations()
         self._closed = False
@@ -289,33 +314,49 @@ class LocalTransfers:
             return
         self._launches += len(records)
         for record in records:
-            self._enqueue(record, tick.planned.set)
-            self._call_on_loop(partial(tick.settle, record))
+            paced = self._paced
+            if paced is not None and (record.direction is Direction.LOAD or paced.record in record.earlier):
+                self._go_on(paced, whole=True)  # they are on one stream, or this one waits for the last event
+            self._go_on(_Enqueueing(record, tick))
         if not records:
             self._call_on_loop(tick.planned.set)
         with suppress(MemoryError):  # the next tick tries again
             self.scheduler.settle()
 
-    def _enqueue(self, record: TransferRecord, begun: Callable[[], object]) -> None:
-        """
-        Args:
-            begun: called on the loop once the first of several groups is enqueued, for tasks that wait for
-                the first layers while others are being enqueued.
-        """
-        stream, copies = self._streams[record.direction], None
+    def _go_on(self, load: _Enqueueing, *, whole: bool = False) -> None:
+        """Enqueue groups of a transfer, up to the last, or as many as may be ahead of the device. The others
+        come after what else this thread has to do."""
+        record, stream = load.record, self._streams[load.record.direction]
+        load.whole = whole
+        if self._paced is load:
+            self._paced = None
         try:
-            self._wait_for_dependencies(record, stream)
-            if record.plan is None:
-                raise record.error or TransferError("there is no plan")
-            copies = self._copier.prepare(record.plan)
-            self._enqueue_groups(record, record.plan, copies, stream, begun)
+            if load.groups is None:
+                load.groups = self._begin(load, stream)
+            with stream.current():
+                if next(load.groups, None) is not None and self._submitter is not None:
+                    self._paced = load
+                    self._submitter.submit(self._go_on_later)
+                    return
         except Exception as error:  # noqa: BLE001 - the boundary of the thread
             record.error = error
             self._abandon(record, stream, error)
-        finally:
-            if copies is not None:
-                copies.end(record.last_event)
-            record.release()
+        if load.copies is not None:
+            load.copies.end(record.last_event)
+        record.release()
+        self._call_on_loop(partial(load.tick.settle, record))
+
+    def _go_on_later(self) -> None:
+        if self._paced is not None:
+            self._go_on(self._paced)
+
+    def _begin(self, load: _Enqueueing, stream: Stream) -> Iterator[Event]:
+        record = load.record
+        self._wait_for_dependencies(record, stream)
+        if record.plan is None:
+            raise record.error or TransferError("there is no plan")
+        load.copies = self._copier.prepare(record.plan)
+        return self._groups(load, record.plan, load.copies, stream)
 
     def _wait_for_dependencies(self, record: TransferRecord, stream: Stream) -> None:
         # What a failed transfer should have written must not be read. Overwriting it is harmless, so
@@ -326,7 +367,7 @@ class LocalTransfers:
                 raise CopyEndedError("it reads what another was to write, which failed") from error
         for event in record.after:
             stream.wait_event(event)
-        for other in sorted(record.reads_from | record.runs_after, key=lambda other: other.number):
+        for other in sorted(record.earlier, key=lambda other: other.number):
             # The one submit thread enqueues in order of number, so the event of every transfer before this
             # one is recorded by now; None means that all of it has landed (the loop removes the event then).
             last = other.last_event
@@ -334,33 +375,42 @@ class LocalTransfers:
             if last is not None and other.direction is not record.direction:
                 stream.wait_event(last)
 
-    def _enqueue_groups(
-        self,
-        record: TransferRecord,
-        plan: TransferPlan,
-        copies: PlanCopies,
-        stream: Stream,
-        begun: Callable[[], object],
-    ) -> None:
-        last = len(plan.groups) - 1
-        with stream.current():
-            sample = self.audit.choose(plan) if self.audit else None  # here: it allocates
-            for layers in plan.groups:
-                self._copier.enqueue(stream, copies, layers)
-                if sample is not None:
-                    # Before the group's event: a forward that waits for the group may overwrite its pages.
-                    sample.stage(stream, layers)
-                event = self._record_event(stream)
-                index = record.enqueue(event)
-                if record.has_enqueue_waiter(index):
-                    self._call_on_loop(partial(record.wake_enqueue_waiters, index))
-                if record.is_watched(index):
-                    of_last = sample if index == last else None
-                    reached = partial(self._on_group_reached, record, index, of_last)
-                    self._reactor.track(self._device, stream, reached, event=event)
-                if index == 0 < last and self._submitter is not None:
-                    self._call_on_loop(begun)  # a forward waits for the first layers
-                    self._device.yield_to_streams()
+    def _groups(
+        self, load: _Enqueueing, plan: TransferPlan, copies: PlanCopies, stream: Stream
+    ) -> Iterator[Event]:
+        """Enqueues the groups of a transfer; stops, with the event behind which it goes on, where more would
+        be too many."""
+        record, last = load.record, len(plan.groups) - 1
+        ahead = self._groups_ahead(plan)
+        sample = self.audit.choose(plan) if self.audit else None  # here: it allocates
+        for number, layers in enumerate(plan.groups):
+            landed = record.event(number - ahead) if number >= ahead else None
+            if landed is not None and not (load.whole or record.has_enqueue_waiter(last)):
+                yield landed
+                if not load.whole:
+                    landed.synchronize()
+            self._copier.enqueue(stream, copies, layers)
+            if sample is not None:
+                # Before the group's event: a forward that waits for the group may overwrite its pages.
+                sample.stage(stream, layers)
+            event = self._record_event(stream)
+            index = record.enqueue(event)
+            if record.has_enqueue_waiter(index):
+                self._call_on_loop(partial(record.wake_enqueue_waiters, index))
+            if record.is_watched(index):
+                of_last = sample if index == last else None
+                reached = partial(self._on_group_reached, record, index, of_last)
+                self._reactor.track(self._device, stream, reached, event=event)
+            if index == 0 < last and self._submitter is not None:
+                # A task may wait for the first layers while others are being enqueued.
+                self._call_on_loop(load.tick.planned.set)
+                self._device.yield_to_streams()
+
+    def _groups_ahead(self, plan: TransferPlan) -> int:
+        """How many groups may be enqueued and not have landed. In virtual time nobody could wait for one."""
+        if self._submitter is None:
+            return len(plan.groups)
+        return max(2, self._ahead_bytes // max(1, plan.nbytes // len(plan.groups)))
 
     def _abandon(self, record: TransferRecord, stream: Stream, error: Exception) -> None:
         """Fail a transfer that could not be enqueued, once what was enqueued of it has run: until then the

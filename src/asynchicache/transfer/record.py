@@ -254,6 +254,11 @@ class TransferRecord:
         self._landing_waiters: dict[int, asyncio.Event] = {}  # of many groups, few are waited for one by one
         self._ending: list[list[Submission]] = [list(submissions)]  # by the group that completes them
 
+    @property
+    def earlier(self) -> set[TransferRecord]:
+        """The transfers that it must be behind."""
+        return self.reads_from | self.runs_after
+
     def start(self, plan: TransferPlan) -> None:
         """Set what will be enqueued."""
         self.plan = plan
