@@ -72,10 +72,11 @@ def copy_methods(items: PoolItems, *, pinned: bool) -> CopyMethods:
     if not driver.has_batches:
         lacking["batch"] = "the driver is older than CUDA 12.8"
     kernels = _triton_kernels(items, driver, lacking)
-    return CopyMethods(kernels, partial(_copy_batch, driver) if driver.has_batches else None, lacking)
+    return CopyMethods(kernels, partial(copy_by_driver, driver) if driver.has_batches else None, lacking)
 
 
-def _copy_batch(driver: CudaDriver, batch: RunBatch, stream: int) -> None:
+def copy_by_driver(driver: CudaDriver, batch: RunBatch, stream: int) -> None:
+    """Enqueue a batch on a stream in one call; with its first argument, a `BatchCopy`."""
     table, start, stop, _, _ = batch
     to = table.address + 8 * start
     driver.copy_batch(to, to + table.step, to + 2 * table.step, stop - start, stream)

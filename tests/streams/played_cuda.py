@@ -11,7 +11,7 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from ctypes import CFUNCTYPE, PYFUNCTYPE, c_int
+from ctypes import CFUNCTYPE, PYFUNCTYPE, c_int, c_int64, memmove
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -35,6 +35,7 @@ class PlayedCuda:
         calls_left: that succeed; no later one does, as after an error of a kernel.
         asked: names of calls and contexts, in their order.
         released: names of driver calls for which the GIL was released.
+        runs: of batches, how many.
         made: events of the driver.
         priorities: of the driver's streams, by handle.
     """
@@ -44,6 +45,7 @@ class PlayedCuda:
         self.calls_left = sys.maxsize
         self.asked: list[str] = []  # threads append at once, and could not count
         self.released: list[str] = []
+        self.runs: list[int] = []
         self.made = 0
         self.priorities: dict[int, int] = {}
         self.devices: dict[int, int] = {}  # of streams, and of the driver's events, by handle
@@ -190,6 +192,18 @@ class PlayedCuda:
 
     def cuEventSynchronize(self, event: int) -> int:  # noqa: N802
         return self._driver_call("synchronize") if event in self.devices else INVALID_HANDLE
+
+    def cuMemcpyBatchAsync(self, to, of, sizes, count, attributes, first, number, failed, stream) -> int:  # noqa: N802
+        assert stream in self.devices
+        columns = ((c_int64 * count).from_address(column) for column in (to, of, sizes))
+        for run in zip(*columns, strict=True):
+            memmove(*run)
+        self.runs.append(count)
+        return self._driver_call("batch")
+
+    def cuLaunchKernel(self, function, *launch) -> int:  # noqa: N802
+        assert launch[-3] in self.devices, "the stream"
+        return self._driver_call("kernel")
 
     def cuThreadExchangeStreamCaptureMode(self, mode) -> int:  # noqa: N802
         mode[0], self._thread.mode = self.mode, mode[0]

@@ -8,19 +8,28 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from types import NoneType, SimpleNamespace
+from functools import partial
+from types import FrameType, NoneType, SimpleNamespace
 
 import pytest
 import torch
 
+from asynchicache.cuda_driver import CudaDriver
 from asynchicache.errors import CacheError, CallRefusedError, CopyEndedError, TransferError
+from asynchicache.kernels.pointers import SamePointers
+from asynchicache.kernels.select import CopyMethods, copy_by_driver
+from asynchicache.pools.device import DevicePool
+from asynchicache.pools.host import HostPool
 from asynchicache.ports import AsyncioPort
+from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.streams.cuda import CudaDevice
 from asynchicache.streams.reactor import CompletionReactor
+from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.local import LocalTransfers
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.transfer.ticket import Ticket
+from asynchicache.types import PoolTransfer
 from streams.played_cuda import PlayedCuda
 from transfer.conftest import LAYERS, make_memories
 
@@ -184,3 +193,98 @@ async def test_whichever_call_fails_everybody_is_told_once_and_nothing_hangs(
         failed += run.outcomes != whole.outcomes
         assert run.right or run.outcomes["load"] != [None]
     assert failed > 5
+
+
+# What a layer costs the host.
+
+
+class _Profiled:
+    """Calls that the submit thread makes into torch and numpy, as it runs a tick."""
+
+    def __init__(self, transfers: LocalTransfers) -> None:
+        self.foreign: list[str] = []
+        self._run_tick = transfers._run_tick
+        transfers._run_tick = self  # type: ignore[assignment]
+
+    def __call__(self, tick: object) -> None:
+        sys.setprofile(self._see)
+        try:
+            self._run_tick(tick)
+        finally:
+            sys.setprofile(None)
+
+    def _see(self, frame: FrameType, what: str, called: object) -> None:
+        name = ""
+        if what == "call":
+            name = frame.f_code.co_filename
+        elif what == "c_call":
+            owner = getattr(called, "__self__", None)
+            name = f"{getattr(called, '__module__', '')} {type(owner).__module__} {called}"
+        if "torch" in name.replace("torch_event", "") or "numpy" in name:
+            self.foreign.append(name)
+
+
+async def _cost(
+    runtime: PlayedCuda, layers: int, pages: int, path: CopyPath
+) -> tuple[Counter[str], list[str], list[str], int]:
+    """Of one load in groups of one layer: calls of the driver, those that released the interpreter's lock,
+    calls into torch and numpy, and what the reactor tracked."""
+    keys, values = (TensorSpec(name, tuple(range(layers)), (8,), "uint8") for name in ("keys", "values"))
+    spec, port, device = PoolSpec("kv", (keys, values)), AsyncioPort(threads=1), CudaDevice(0)
+    memory = PoolMemory(DevicePool(spec, 1, 64), HostPool(spec, 1, 64, pin=False))
+    reactor = CompletionReactor(port, sweep_seconds=NEVER)
+    transfers = LocalTransfers(device, {"kv": memory}, layers, port, reactor, group_bytes=1, copy_path=path)
+    pool = transfers._copier._pools["kv"]
+    launch = partial(_launch, device.driver)
+    kernels = None
+    if path is CopyPath.KERNEL:
+        kernels = pytest.importorskip("asynchicache.kernels.triton_copy").TritonKernels(
+            pool.items, SamePointers(), launch
+        )
+    pool.methods = CopyMethods(kernels, partial(copy_by_driver, device.driver))
+    slots = list(range(pages))
+    wish = CacheOperation(Direction.LOAD, (PoolTransfer("kv", slots, slots[::-1]),))
+    for _ in range(2):
+        await transfers.submit(wish, done=lambda error: None)
+    profiled, before, released = _Profiled(transfers), runtime.counted, len(runtime.released)
+    tracked = reactor.statistics().tracked
+    await transfers.submit(wish, done=lambda error: None)
+    calls, tracked = runtime.counted - before, reactor.statistics().tracked - tracked
+    assert await transfers.aclose(PATIENCE) == 0
+    assert await reactor.aclose(PATIENCE) == 0
+    device.close()
+    await port.aclose()
+    if path is CopyPath.BATCH:
+        assert torch.equal(
+            memory.device.items("keys")[:, slots], memory.host.items("keys")[:, slots[::-1], 0]
+        )
+    return calls, runtime.released[released:], profiled.foreign, tracked
+
+
+def _launch(driver: CudaDriver, to_device: bool, programs: int, arguments: object, stream: int) -> None:
+    assert to_device
+    driver.launch(1, programs, 256, 0, stream)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("path", "call"), [(CopyPath.BATCH, "batch"), (CopyPath.KERNEL, "kernel")])
+async def test_a_layer_is_one_call_and_one_event_and_hands_no_lock_over(
+    runtime: PlayedCuda, path: CopyPath, call: str
+) -> None:
+    few, many = [await _cost(runtime, layers, 32, path) for layers in (6, 40)]
+
+    for layers, (calls, released, _, tracked) in ((6, few), (40, many)):
+        assert calls[call] == calls["record"] == layers
+        assert sum(calls.values()) <= 2 * layers + 4, "a question, and of torch a stream"
+        assert released == []
+        assert tracked == 1
+    assert len(few[2]) == len(many[2]), "no call into torch or numpy, and so no room is made, for a layer"
+
+
+@pytest.mark.asyncio
+async def test_a_long_batch_releases_the_lock(runtime: PlayedCuda) -> None:
+    calls, released, _, _ = await _cost(runtime, 4, 60, CopyPath.BATCH)
+
+    assert calls["batch"] == 4 + 1, "the first pages go alone"
+    assert runtime.runs[-5:] == [64, 56, *[120] * 3]
+    assert released == ["cuMemcpyBatchAsync"] * 3
