@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -14,6 +15,8 @@ from asynchicache.kernels.batch import BatchCopy, RunBatch, memmove_batch
 from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.pointers import shared_address
 from asynchicache.kernels.reference import ReferenceKernels
+
+logger = logging.getLogger(__name__)
 
 
 class PageKernels(Protocol):
@@ -50,7 +53,7 @@ class CopyMethods:
 
 
 def copy_methods(items: PoolItems, *, pinned: bool) -> CopyMethods:
-    """The methods of the device that holds `items`.
+    """The methods of the device that holds `items`; what a GPU lacks is warned of once.
 
     Args:
         items: the pool's.
@@ -62,17 +65,32 @@ def copy_methods(items: PoolItems, *, pinned: bool) -> CopyMethods:
     if not pinned:
         reason = "host memory is not pinned"
         return CopyMethods(lacking={"kernel": reason, "batch": reason})
+    lacking: dict[str, str] = {}
+    found = CopyMethods(*_gpu_methods(items, device.index or 0, lacking), lacking)
+    for path, reason in lacking.items():
+        _warn(path, reason)
+    return found
+
+
+@cache
+def _warn(path: str, reason: str) -> None:
+    logger.warning("no copies by %s: %s", path, reason)
+
+
+def _gpu_methods(
+    items: PoolItems, index: int, lacking: dict[str, str]
+) -> tuple[PageKernels | None, BatchCopy | None]:
     try:
-        driver = CudaDriver.load(device.index or 0)
+        driver = CudaDriver.load(index)
         for tensor in items.host:
             shared_address(tensor.data_ptr(), driver)
     except DeviceError as error:
-        return CopyMethods(lacking={"kernel": str(error), "batch": str(error)})
-    lacking: dict[str, str] = {}
+        lacking |= dict.fromkeys(("kernel", "batch"), str(error))
+        return None, None
     if not driver.has_batches:
-        lacking["batch"] = "the driver is older than CUDA 12.8"
-    kernels = _triton_kernels(items, driver, lacking)
-    return CopyMethods(kernels, partial(copy_by_driver, driver) if driver.has_batches else None, lacking)
+        lacking["batch"] = "the driver is older than CUDA 12.8; a newer one has them"
+    batch = partial(copy_by_driver, driver) if driver.has_batches else None
+    return _triton_kernels(items, driver, lacking), batch
 
 
 def copy_by_driver(driver: CudaDriver, batch: RunBatch, stream: int) -> None:
@@ -90,7 +108,7 @@ def _triton_kernels(items: PoolItems, driver: CudaDriver, lacking: dict[str, str
             major, minor = torch.cuda.get_device_capability()
             return TritonKernels(items, driver, CudaLaunch(driver, 10 * major + minor))
     except ImportError as error:  # Triton is optional
-        lacking["kernel"] = f"Triton cannot be imported: {error}"
+        lacking["kernel"] = f"Triton cannot be imported: {error}; pip install triton"
     except DeviceError as error:
         lacking["kernel"] = str(error)
     return None

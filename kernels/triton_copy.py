@@ -11,6 +11,7 @@ Triton's own launcher is a C extension, which a machine without a compiler canno
 
 from __future__ import annotations
 
+import logging
 import re
 import struct
 from collections.abc import Callable
@@ -31,6 +32,8 @@ from asynchicache.cuda_driver import CudaDriver
 from asynchicache.errors import DeviceError, UsageError
 from asynchicache.kernels.items import LayerRow, PoolItems
 from asynchicache.kernels.pointers import HostPointers, shared_address
+
+logger = logging.getLogger(__name__)
 
 LANES = 1024
 """Words of a block. With 4 of them a thread, the loads of all are under way before the first is stored."""
@@ -268,9 +271,21 @@ class TritonKernels:
         most = max(row.page for row in self.rows)
         if most > MAX_WORDS:
             raise DeviceError(f"an item of {most} words; the kernel counts {MAX_WORDS} at most")
+        self._warn_of_narrow_rows()
         self._table = torch.tensor(self.rows, dtype=torch.int64).to(self._device)
         self._address = self._table.data_ptr()
         self._shapes: dict[range, tuple[int, int]] = {}
+
+    def _warn_of_narrow_rows(self) -> None:
+        for row in self.rows:
+            wanted = gcd(WIDEST, row.unit * row.width)
+            if row.width < wanted:
+                logger.warning(
+                    "copies by kernel move %d bytes a thread, not %d: the items at %#x on the host and %#x "
+                    "on the device, or the distances of slots, are not at multiples of %d bytes",
+                    *(row.width, wanted, row.host, row.device, wanted),
+                )
+                return
 
     def gather(self, rows: range, device_slots: torch.Tensor, host_slots: torch.Tensor) -> None:
         """`ReferenceKernels.gather` on the current stream, with slots on the device."""

@@ -34,6 +34,7 @@ class _Driver:
 @pytest.fixture(autouse=True)
 def _no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "_triton_kernels", lambda items, driver, lacking: object())
+    select._warn.cache_clear()
 
 
 def _load(monkeypatch: pytest.MonkeyPatch, driver: _Driver | DeviceError) -> None:
@@ -70,13 +71,19 @@ def test_one_that_does_not_is_left_with_plain_copies(
     assert all(reason in said for said in found.lacking.values())
 
 
-def test_an_old_driver_has_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_driver_has_no_batches_which_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not for each pool, nor for each length that is measured."""
     _load(monkeypatch, _Driver(0, has_batches=False))
+    why = "the driver is older than CUDA 12.8; a newer one has them"
 
-    found = copy_methods(ITEMS, pinned=True)
+    for _ in range(2):
+        found = copy_methods(ITEMS, pinned=True)
 
-    assert found.batch is None
-    assert found.lacking == {"batch": "the driver is older than CUDA 12.8"}
+    assert (found.batch, found.lacking) == (None, {"batch": why})
+    assert found.kernels is not None
+    assert [record.getMessage() for record in caplog.records] == [f"no copies by batch: {why}"]
 
 
 def test_memory_that_is_not_pinned_is_no_matter_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def test_each_row_of_every_pool_is_read_by_the_widest_words_of_its_units(layout:
         ]
 
 
-def test_addresses_and_strides_limit_the_words_of_their_own_row() -> None:
+def test_addresses_and_strides_limit_the_words_of_their_own_row(caplog: pytest.LogCaptureFixture) -> None:
     slab = torch.zeros(4096, dtype=torch.uint8)
     wide, odd = (
         slab.as_strided((2, 2, 1, 32), (64, 128, 32, 1), 0),
@@ -173,6 +173,9 @@ def test_addresses_and_strides_limit_the_words_of_their_own_row() -> None:
     rows = [KernelRow.of(items, row, SamePointers()) for row in items.rows]
 
     assert {(row.tensor, made.width) for row, made in zip(items.rows, rows, strict=True)} == {(0, 16), (1, 4)}
+    kernels = TritonKernels(items, SamePointers(), lambda *_: None)
+    assert kernels.rows == rows
+    assert caplog.text.count("copies by kernel move 4 bytes a thread, not 16: the items at 0x") == 1
 
 
 class _Library:

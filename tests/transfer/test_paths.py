@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asynchicache.errors import CapacityError
+from asynchicache.errors import CallRefusedError, CapacityError
+from asynchicache.kernels.reference import ReferenceKernels
+from asynchicache.kernels.select import CopyMethods
 from asynchicache.transfer import calibration, copies
 from asynchicache.transfer.calibration import ITEM_BYTES, TOKEN_BYTES, best, measured_paths
 from asynchicache.transfer.copies import PageCopier
@@ -93,6 +95,31 @@ def test_a_device_without_room_to_measure_is_used_all_the_same(monkeypatch: pyte
 
     assert found == PathTable()
     assert PageCopier({}, table=found).table == cpu_table()
+
+
+def test_a_path_that_the_device_refuses_is_left_out_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a driver that has batches may refuse them for a card. It is not asked again for each length."""
+    asked: list[object] = []
+
+    def refuse(*given: object) -> None:
+        asked.append(given)
+        raise CallRefusedError("cuMemcpyBatchAsync returned error 801")
+
+    monkeypatch.setattr(
+        copies, "copy_methods", lambda items, pinned: CopyMethods(ReferenceKernels(items), refuse)
+    )
+
+    found = calibration.measured_paths.__wrapped__("cpu")
+
+    assert {path for rates in found.rates.values() for path in rates} == {KERNEL, PLAIN}
+    assert found.choose(RunShape(LOAD, False, 1 << 20), CopyPath) is KERNEL
+    assert len(asked) == 1
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == 1
+    assert "copies by batch are left out on cpu: " in warned[0]
+    assert "cuMemcpyBatchAsync returned error 801" in warned[0]
 
 
 @pytest.mark.parametrize("measured", [None, PathTable()])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from asynchicache.errors import ConfigError
@@ -65,7 +66,8 @@ class EnginePages:
             owner: kept alive for as long as the pages are.
 
         Raises:
-            ConfigError: places that the spec does not have, of another size, that overlap, or at no address.
+            ConfigError: places that the spec does not have, of another size, that
+                overlap themselves or each other, or at no address.
         """
         check_size(spec, page_size, pages)
         self.spec = spec
@@ -236,6 +238,38 @@ def _check_places(spec: PoolSpec, page_size: int, places: Sequence[PagePlace], p
                 f"pool {spec.name!r}: place {number} at address {place.address}, pages {place.stride} bytes "
                 f"apart; an address is above 0, and pages of {nbytes} bytes must not overlap"
             )
+    _check_apart(spec, places, pages)
+
+
+def _check_apart(spec: PoolSpec, places: Sequence[PagePlace], pages: int) -> None:
+    """
+    Raises:
+        ConfigError: two places have bytes in common.
+    """
+    before: list[tuple[int, PagePlace]] = []  # those that do not end where the next one begins
+    for number, place in sorted(enumerate(places), key=lambda one: one[1].address):
+        before = [one for one in before if _end(one[1], pages) > place.address]
+        for other, earlier in before:
+            if _share_bytes(earlier, place, pages):
+                raise ConfigError(
+                    f"pool {spec.name!r}: places {other} and {number} have bytes in common, from address "
+                    f"{place.address} on; each layer of a tensor needs memory of its own"
+                )
+        before.append((number, place))
+
+
+def _end(place: PagePlace, pages: int) -> int:
+    return place.address + (pages - 1) * place.stride + place.nbytes
+
+
+def _share_bytes(first: PagePlace, second: PagePlace, pages: int) -> bool:
+    """Whether a page of one has a byte of a page of the other, which begins later, but not behind it."""
+    if pages > 1 and first.stride == second.stride:  # as layers that lie side by side in a page
+        distance = (second.address - first.address) % first.stride
+        return distance < first.nbytes or distance + second.nbytes > first.stride
+    ours, theirs = (place.address + np.arange(pages) * place.stride for place in (first, second))
+    last = np.searchsorted(ours, theirs + second.nbytes - 1, side="right") - 1  # that begins before its end
+    return bool((ours[np.maximum(last, 0)] + first.nbytes > theirs)[last >= 0].any())
 
 
 def _bytes_at(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import cache, partial
 
-from asynchicache.errors import CacheError, CapacityError
+from asynchicache.errors import CacheError, CallRefusedError, CapacityError, ConfigError
 from asynchicache.layouts import HostLayout
 from asynchicache.pools.device import DevicePool
 from asynchicache.pools.host import HostPool
@@ -32,7 +32,7 @@ _LEAST_BYTES, _MAX_BYTES = 1 << 20, 16 << 20
 _GPU_BYTES = 128 << 20  # several chunks: the next one is enqueued while one is copied, as in long transfers
 _CPU_RUNS = 1024  # little enough of short runs, and of long ones more than a CPU's caches hold
 _GPU_RUNS = 4096  # a plain copy of each takes microseconds of the host, whatever its length
-_ROUNDS = 3  # the first one warms up and compiles
+_ROUNDS = 3  # the first one warms up
 _GPU_SECONDS = 0.03  # of rounds: its processors, on which kernels run, idle at a fifth of their clock
 _TOKENS = 16
 _BOTH = (Direction.LOAD, Direction.BACKUP)
@@ -50,6 +50,7 @@ def measured_paths(device_name: str) -> PathTable:
         device_name: torch's name.
     """
     rates: dict[RunShape, dict[CopyPath, float]] = {}
+    left_out: set[CopyPath] = set()  # for a reason that other lengths would meet too
     for tokens, lengths in ((True, TOKEN_BYTES), (False, ITEM_BYTES)):
         for nbytes in lengths:
             try:
@@ -59,7 +60,10 @@ def measured_paths(device_name: str) -> PathTable:
                 continue
             with closing(memory.host):
                 for path in _paths(device_name, tokens=tokens):
-                    for direction, rate in _measure(device_name, memory, path).items():
+                    found = {} if path in left_out else _measure(device_name, memory, path)
+                    if not found:
+                        left_out.add(path)
+                    for direction, rate in found.items():
                         rates.setdefault(RunShape(direction, tokens, nbytes), {})[path] = rate
     return PathTable(rates, 1.0 if device_name == "cpu" else GPU_KERNEL_GAIN)
 
@@ -99,7 +103,10 @@ def _measure(device_name: str, memory: PoolMemory, path: CopyPath) -> dict[Direc
         copier = PageCopier({"scratch": memory}, force=path)
         return {direction: _rate(device, copier, _plan(memory, direction)) for direction in _BOTH}
     except CacheError as error:
-        logger.info("path %s is left out on %s: %s", path.value, device_name, error)
+        # That a path is not there, or was refused, is warned of where it is found.
+        told = isinstance(error, (ConfigError, CallRefusedError))
+        words = "copies by %s are left out on %s: %s"
+        logger.log(logging.INFO if told else logging.WARNING, words, path.value, device_name, error)
         return {}
     finally:
         device.close()

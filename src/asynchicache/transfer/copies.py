@@ -268,7 +268,7 @@ class _Pool:
         if force is not None and memory.host.slots and force not in self.available:
             raise ConfigError(
                 f"copy_path {force.value!r} is not there for pool {name!r} on {memory.device.device}: "
-                f"{self.methods.lacking[force.value]}"
+                f"{self.methods.lacking[force.value]}. Leave copy_path out to have what is there measured"
             )
 
     def tensors(self, direction: Direction) -> Iterator[TableTensor]:
