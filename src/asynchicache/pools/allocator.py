@@ -10,6 +10,8 @@ from asynchicache.pools.budget import ByteBudget
 FREE, HELD, QUARANTINED = 0, 1, 2
 """What a slot is."""
 
+_AT_ONCE = 256
+"""Slots that enter the list of free ones at once."""
 _ONLY_HELD = bytes(state == HELD for state in range(256))
 
 
@@ -29,6 +31,7 @@ class SlotAllocator:
         "_condemned",
         "_free",
         "_fresh",
+        "_left",
         "_opened",
         "_readmitted",
         "_state",
@@ -54,8 +57,9 @@ class SlotAllocator:
         self.slot_bytes = slot_bytes
         self.on_release: Callable[[Sequence[int]], object] | None = None
         self.quarantined = 0
-        self._free: list[int] = []  # slots that were given back, the next one last
-        self._fresh = 0  # it and all behind it were never held: in a list, each would take 40 bytes
+        self._free: list[int] = []  # the next one last
+        self._fresh = 0  # it and all behind it are free too: in a list, each would take 40 bytes
+        self._left = capacity  # free slots in the list and behind
         self._state = bytearray(capacity)
         self._opened = capacity
         self._condemned: set[int] = set()  # held slots to quarantine on release
@@ -67,14 +71,13 @@ class SlotAllocator:
 
     @property
     def available(self) -> int:
-        unheld = len(self._free) + self._opened - self._fresh
         if self.memory is None:
-            return unheld
-        return min(unheld, self.memory.left // self.slot_bytes)
+            return self._left
+        return min(self._left, self.memory.left // self.slot_bytes)
 
     @property
     def held(self) -> int:
-        return self._fresh - len(self._free) - self.quarantined
+        return self._opened - self._left - self.quarantined
 
     @property
     def closed(self) -> int:
@@ -92,6 +95,7 @@ class SlotAllocator:
             raise InternalError(f"{self.name}: {count} slots cannot be all that is open")
         self._free = [slot for slot in self._free if slot < count]
         self._fresh = min(self._fresh, count)
+        self._left += count - self._opened
         self._opened = count
 
     def allocate(self, count: int) -> list[int]:
@@ -116,18 +120,21 @@ class SlotAllocator:
 
     def _take(self, count: int) -> list[int]:
         """Remove `count` slots, which are there, from the free ones."""
-        slots = self._free[-count:]
-        del self._free[-count:]
+        free = self._free
+        if count > len(free):
+            first = self._fresh
+            self._fresh = min(first + count - len(free) + _AT_ONCE, self._opened)
+            free[:0] = range(self._fresh - 1, first - 1, -1)  # ascending, after those that were given back
+        slots = free[-count:]
+        del free[-count:]
         slots.reverse()
-        if len(slots) < count:
-            end = self._fresh + count - len(slots)
-            slots += range(self._fresh, end)
-            self._fresh = end
+        self._left -= count
         return slots
 
     def _freed(self, slots: Sequence[int]) -> None:
         """Add slots to the free ones."""
         self._free.extend(reversed(slots))
+        self._left += len(slots)
 
     def release(self, slots: Sequence[int]) -> None:
         """Free slots; condemned ones are quarantined.
@@ -224,7 +231,9 @@ class SlotAllocator:
         found = []
         if len(set(self._free)) != len(self._free):
             found.append(f"{self.name}: a slot is free twice")
-        free = len(self._free) + self.capacity - self._fresh  # `available` may be less in a shared memory
+        if self._left != len(self._free) + self._opened - self._fresh:
+            found.append(f"{self.name}: {self._left} slots counted as free")
+        free = self._left + self.closed  # not `available`: it may be less in a shared memory
         for state, count in ((FREE, free), (QUARANTINED, self.quarantined)):
             if self._state.count(state) != count:
                 found.append(f"{self.name}: {count} slots counted in state {state}, not so marked")

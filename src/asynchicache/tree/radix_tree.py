@@ -548,10 +548,11 @@ class UnifiedRadixTree:
 
     def refresh(self, node: Node, place: SlotPlace) -> None:
         """Add a node to the eviction queue of a place, or remove it, whichever is right now."""
-        if self.evictable(node, place):
-            self.queues[place].add(node)
+        queue = self.queues[place]
+        if node.locks[place] or not self.evictable(node, place):  # most are locked
+            queue.discard(node)
         else:
-            self.queues[place].discard(node)
+            queue.add(node)
 
     @staticmethod
     def evictable(node: Node, place: SlotPlace) -> bool:
@@ -604,13 +605,13 @@ class UnifiedRadixTree:
         node.locks[place] = held
         if held == 1:
             self.queues[place].discard(node)
-        if place in self._window_places:
+        if place > FULL_HOST and place in self._window_places:
             if node.holders is None:
                 node.holders = []
             node.holders.append(locks)
 
     def _unlock(self, locks: Locks, node: Node, place: SlotPlace) -> None:
-        if place in self._window_places:
+        if place > FULL_HOST and place in self._window_places:
             _forget(node.holders or [], locks)
         held = node.locks[place] - 1
         node.locks[place] = held
