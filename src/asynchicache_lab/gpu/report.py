@@ -58,7 +58,9 @@ class Report:
         """All of it, as it is now."""
         self.found["ok"] = self.ok
         self.found["goals"] = list(goals(rows_by_step(self.found["parts"])))
-        (self._folder / _FILE).write_text(json.dumps(self.found, indent=1) + "\n")
+        new = self._folder / f".{_FILE}"
+        new.write_text(json.dumps(self.found, indent=1) + "\n")
+        new.replace(self._folder / _FILE)  # at once: this process may be killed at any time
         with (self._folder / "gpu.txt").open("w") as file:
             present(self.found, Console(file=file, width=140))
 

@@ -218,6 +218,27 @@ def test_a_machine_that_dies_at_the_first_look_is_reported(
     assert "Aborted" in (tmp_path / "one.log").read_text()
 
 
+def test_a_part_that_is_killed_keeps_what_it_found(tmp_path: Path) -> None:
+    """The steps that were done are in the report, and what the one that ran had printed is in the log."""
+    first = """print('{"cuda": true, "a": 1}')"""
+    second = """print('{"b": 2}', flush=True); import os; os.kill(os.getppid(), 9)"""
+    code = f"""
+import sys
+from asynchicache_lab.gpu import __main__ as hour
+from asynchicache_lab.gpu.steps import Step
+python = [sys.executable, "-c"]
+hour.steps = lambda part, dry: [Step("machine", [*python, {first!r}]), Step("kills", [*python, {second!r}])]
+sys.argv = ["gpu", "--part", "one", "--folder", {str(tmp_path)!r}]
+hour.main()
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert ran.returncode == -9, ran.stderr
+    (done,) = json.loads((tmp_path / "gpu.json").read_text())["parts"]["one"]
+    assert (done["name"], done["rows"]) == ("machine", [{"cuda": True, "a": 1}])
+    assert '{"b": 2}' in (tmp_path / "one.log").read_text()
+
+
 def test_what_was_found_is_on_disk_after_each_step_and_parts_add_up(tmp_path: Path) -> None:
     first = Report(tmp_path)
     first.begin("one")
