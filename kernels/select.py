@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -50,6 +51,10 @@ class CopyMethods:
     kernels: PageKernels | None = None
     batch: BatchCopy | None = None
     lacking: dict[str, str] = field(default_factory=dict)
+
+
+FindMethods: TypeAlias = Callable[..., CopyMethods]
+"""As `copy_methods`."""
 
 
 def copy_methods(items: PoolItems, *, pinned: bool) -> CopyMethods:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from asynchicache.errors import CallRefusedError, DeviceError
 
 _LIBRARY = "libcuda.so.1"
-_ARGUMENTS = {
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuCtxGetCurrent": (POINTER(c_void_p),),
     "cuCtxGetStreamPriorityRange": (POINTER(c_int), POINTER(c_int)),
     "cuCtxSetCurrent": (c_void_p,),
@@ -312,7 +312,7 @@ def load_libraries() -> Libraries:
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     """Give the functions of a library the types of their arguments."""
-    for name, types in _ARGUMENTS.items():
+    for name, types in ARGUMENTS.items():
         if hasattr(library, name):  # of batches, drivers before CUDA 12.8 have none
             getattr(library, name).argtypes = types
     return library

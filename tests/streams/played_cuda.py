@@ -217,7 +217,7 @@ class PlayedCuda:
     def libraries(self) -> Libraries:
         """With C's own conversion of arguments."""
         long, short = SimpleNamespace(), SimpleNamespace()
-        for name, types in cuda_driver._ARGUMENTS.items():
+        for name, types in cuda_driver.ARGUMENTS.items():
             if hasattr(self, name):
                 setattr(short, name, PYFUNCTYPE(c_int, *types)(partial(self._short, name)))
                 setattr(long, name, CFUNCTYPE(c_int, *types)(partial(self._long, name)))

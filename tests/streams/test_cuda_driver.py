@@ -173,7 +173,7 @@ def test_a_short_batch_keeps_the_gil_and_a_thread_enters_its_context_once(librar
 
 def test_types_are_given_to_a_library_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By them a call converts Python's integers, and refuses what is none. Here of the C library."""
-    monkeypatch.setitem(cuda_driver._ARGUMENTS, "strlen", (c_void_p,))
+    monkeypatch.setitem(cuda_driver.ARGUMENTS, "strlen", (c_void_p,))
     typed = cuda_driver._typed(ctypes.CDLL(None))
     assert typed.strlen.argtypes == (c_void_p,)
     with pytest.raises(ctypes.ArgumentError):

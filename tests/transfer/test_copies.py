@@ -205,12 +205,11 @@ def test_a_path_is_chosen_by_the_length_of_runs(operation: Callable[..., CacheOp
     assert path(pages, pages, Direction.BACKUP) is CopyPath.PLAIN  # nothing was measured
 
 
-def test_a_forced_path_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forced_path_that_is_not_there_is_refused() -> None:
     lacking = CopyMethods(lacking={"kernel": "Triton cannot be imported"})
-    monkeypatch.setattr("asynchicache.transfer.copies.copy_methods", lambda items, pinned: lacking)
 
     with pytest.raises(ConfigError, match="copy_path 'kernel' is not there for pool 'kv' on cpu: Triton"):
-        PageCopier({"kv": _memory()}, force=CopyPath.KERNEL)
+        PageCopier({"kv": _memory()}, force=CopyPath.KERNEL, methods=lambda items, pinned: lacking)
 
 
 @pytest.mark.parametrize("direction", [Direction.LOAD, Direction.BACKUP])

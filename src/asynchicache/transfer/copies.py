@@ -16,7 +16,7 @@ from asynchicache.errors import CallRefusedError, ConfigError, DeviceError, Inte
 from asynchicache.kernels.batch import PieceCount, RunBatch
 from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.reference import copy_run
-from asynchicache.kernels.select import CopyMethods, copy_methods
+from asynchicache.kernels.select import CopyMethods, FindMethods, copy_methods
 from asynchicache.kernels.units import copy_runs
 from asynchicache.pools.device import DevicePages
 from asynchicache.pools.host import HostPool
@@ -118,6 +118,7 @@ class PageCopier:
         table: PathTable | None = None,
         force: CopyPath | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        methods: FindMethods = copy_methods,
     ) -> None:
         """
         Args:
@@ -126,6 +127,7 @@ class PageCopier:
                 a GPU.
             force: always take this path.
             chunk_bytes: most bytes of one launch, as far as single items allow.
+            methods: finds what can copy a pool. Default: `copy_methods`.
 
         Raises:
             ConfigError: the forced path is not available.
@@ -135,7 +137,7 @@ class PageCopier:
         self.nbytes: PathBytes = {pool: dict.fromkeys(CopyPath, 0) for pool in memories}
         self._force = force
         self._chunk_bytes = chunk_bytes
-        self._pools = {pool: _Pool(pool, memory, force) for pool, memory in memories.items()}
+        self._pools = {pool: _Pool(pool, memory, force, methods) for pool, memory in memories.items()}
         self._keep = list(self._pools.values())
         self._layouts: dict[tuple[Direction, tuple[str, ...], tuple[range, ...]], TableLayout] = {}
         self._slots = self._slot_store(memories)
@@ -237,7 +239,7 @@ def _run_all(copies: Sequence[SizedCopy], begun: list[SizedCopy]) -> None:
 class _Pool:
     """One pool's items, and the methods that can copy them."""
 
-    def __init__(self, name: str, memory: PoolMemory, force: CopyPath | None) -> None:
+    def __init__(self, name: str, memory: PoolMemory, force: CopyPath | None, methods: FindMethods) -> None:
         self._name = name
         self.items = memory.items()
         self.spec = spec = memory.device.copy_spec
@@ -262,7 +264,7 @@ class _Pool:
         self._chosen: dict[tuple[RunShape, bool], CopyPath] = {}
         self.methods = CopyMethods()
         if memory.host.slots:  # without any, nothing is ever copied between the tiers
-            self.methods = copy_methods(self.items, pinned=memory.host.pinned)
+            self.methods = methods(self.items, pinned=memory.host.pinned)
         self.force = force
         self._refused: set[CopyPath] = set()
         if force is not None and memory.host.slots and force not in self.available:

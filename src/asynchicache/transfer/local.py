@@ -26,6 +26,7 @@ from asynchicache.errors import (
     TransferError,
     UsageError,
 )
+from asynchicache.kernels.select import FindMethods, copy_methods
 from asynchicache.ports import Port
 from asynchicache.streams.base import Device, Event, Stream
 from asynchicache.streams.reactor import CompletionReactor
@@ -105,6 +106,7 @@ class LocalTransfers:
         paths: PathTable | None = None,
         copy_path: CopyPath | None = None,
         audit: PageAudit | None = None,
+        methods: FindMethods = copy_methods,
     ) -> None:
         """
         Args:
@@ -119,6 +121,7 @@ class LocalTransfers:
             paths: measured rates of each copy path. Default: rates that a CPU had; plain copies on a GPU.
             copy_path: always use this path.
             audit: compares a sample of what comes back to the device with what had left it.
+            methods: finds what can copy a pool. Default: `copy_methods`.
 
         Raises:
             ConfigError: a pool is on another device, or this device does not have the path.
@@ -131,7 +134,7 @@ class LocalTransfers:
         self._layers = layers
         self._port = port
         self._reactor = reactor
-        self._copier = PageCopier(memories, table=paths, force=copy_path)
+        self._copier = PageCopier(memories, table=paths, force=copy_path, methods=methods)
         self._extents = {pool: memory.extent for pool, memory in memories.items()}
         self._capacities = {pool: (one.device_slots, one.host_slots) for pool, one in self._extents.items()}
         self.scheduler = Scheduler(self._extents, layers, group_bytes, self._watch)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import statistics
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, Self
 
@@ -29,6 +28,7 @@ from asynchicache.transfer.local import GROUP_BYTES, LocalTransfers
 from asynchicache.transfer.plan import CacheOperation, Direction, PoolShape, merge
 from asynchicache.types import PoolTransfer
 from asynchicache_lab.bench.options import BridgeOptions
+from asynchicache_lab.bench.rounds import no_garbage_collection
 
 OPERATIONS = 64
 _PAGE_SIZE = 16
@@ -84,7 +84,7 @@ class BridgeReport:
 async def run_bridge(options: BridgeOptions, advance: Advance = lambda done, of: None) -> BridgeReport:
     """Measure all parts in each round, on emulated streams with one thread each."""
     async with _open_bridge(options) as bridge:
-        with _no_garbage_collection():
+        with no_garbage_collection():
             rounds = []
             for number in range(options.rounds):
                 advance(number, options.rounds)
@@ -214,18 +214,6 @@ def _memories(spec: ModelSpec, slots: int) -> dict[str, PoolMemory]:
         )
         for pool in spec.pools
     }
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection, so that a round's times do not include it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _ignore(error: BaseException | None) -> None:

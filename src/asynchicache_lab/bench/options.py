@@ -129,6 +129,12 @@ class BridgeOptions(CommandOptions, frozen=True):
     seed: int = 0
 
 
+class HostOptions(CommandOptions, frozen=True):
+    """The flags of `bench host`."""
+
+    rounds: Annotated[Positive, about("times that each case is measured; medians are shown")] = 20
+
+
 class StallOptions(CommandOptions, frozen=True):
     """The flags of `bench stall`."""
 

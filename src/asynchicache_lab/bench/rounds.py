@@ -1,8 +1,10 @@
-"""Orders in which a round measures several items."""
+"""Rounds of a measurement: in which order they measure several items, and what they keep out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -22,3 +24,15 @@ def there_and_back(items: Sequence[T]) -> list[T]:
     each item runs first as often as last, and a drift in speed affects all equally.
     """
     return [*items, *reversed(items)]
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection, so that a round's times do not include it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

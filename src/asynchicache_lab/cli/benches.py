@@ -44,6 +44,7 @@ class Bench(NamedTuple):
 multiturn = Bench("multiturn:run_multiturn", "turns")
 shared_prefix = Bench("shared_prefix:run_shared_prefix", "prompts")
 bridge = Bench("bridge:run_bridge", "rounds")
+host = Bench("host:run_host", "rounds")
 transfer = Bench("transfer:run_transfer", "pools and layouts")
 overlap = Bench("overlap:run_overlap", "shares")
 storage = Bench("storage.run:run_storage", "rounds")

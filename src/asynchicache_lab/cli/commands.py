@@ -42,6 +42,13 @@ COMMANDS: tuple[Command, ...] = (
         f"{_BENCH}.bridge",
     ),
     Command(
+        ("bench", "host"),
+        "what a load costs the host a layer, with a CUDA driver that only counts",
+        f"{_BENCH}.options:HostOptions",
+        f"{_CLI}.benches:host",
+        f"{_BENCH}.host",
+    ),
+    Command(
         ("bench", "stall"),
         "how long the event loop stands still while pages move between the tiers",
         f"{_BENCH}.options:StallOptions",

@@ -12,24 +12,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from cProfile import Profile
-from functools import partial
 from itertools import product
 from pstats import Stats
 from statistics import median
 from typing import Any, NamedTuple
 
 from asynchicache.errors import CacheError
-from asynchicache.ports import AsyncioPort, ThreadWorker
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import CacheOperation, Direction
 from asynchicache.types import PoolTransfer
 from asynchicache_lab.bench.copy_rig import CopyRig, open_rig
+from asynchicache_lab.bench.submit_thread import SubmitPort, busy_python
 from asynchicache_lab.gpu.rows import Deadline, tell
 
 LAYER_BYTES = (2 << 20, 256 << 10, 8 << 20, 64 << 20)
@@ -56,40 +54,6 @@ class Case(NamedTuple):
     layers: int
 
 
-class SubmitPort(AsyncioPort):
-    """The real port, whose submit thread is watched.
-
-    Attributes:
-        spent: of each of its calls, seconds on the clock and of its processor.
-        profile: runs its calls, if there is one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(threads=2)
-        self.spent: list[tuple[float, float]] = []
-        self.profile: Profile | None = None
-
-    def worker(self, name: str) -> ThreadWorker:
-        return _Watched(name, self) if name.endswith("submit") else ThreadWorker(name)
-
-    def watch(self, call: Callable[[], object]) -> None:
-        if self.profile is not None:
-            self.profile.runcall(call)
-            return
-        started = time.perf_counter(), time.thread_time()
-        call()
-        self.spent.append((time.perf_counter() - started[0], time.thread_time() - started[1]))
-
-
-class _Watched(ThreadWorker):
-    def __init__(self, name: str, port: SubmitPort) -> None:
-        super().__init__(name)
-        self._port = port
-
-    def submit(self, call: Callable[[], object]) -> None:
-        super().submit(partial(self._port.watch, call))
-
-
 def cases(device: str) -> Iterator[Case]:
     paths = list(CopyPath) if device == "cpu" else [CopyPath.BATCH, CopyPath.KERNEL]
     for busy, nbytes, path, pages in product((False, True), LAYER_BYTES, paths, PAGES):
@@ -103,7 +67,7 @@ async def measure(case: Case, device: str, rounds: int) -> None:
     async with open_rig(pool, 1, case.pages, device=device, path=case.path, group_bytes=1, port=port) as rig:
         slots = list(range(case.pages))
         operation = CacheOperation(Direction.LOAD, (PoolTransfer("kv", slots, slots[1::2] + slots[::2]),))
-        with _python() if case.busy else _nothing():
+        with busy_python() if case.busy else _nothing():
             for _ in range(WARM):
                 await _load(rig, operation)
             port.spent.clear()
@@ -128,24 +92,6 @@ async def _load(rig: CopyRig, operation: CacheOperation) -> tuple[float, float]:
     await ticket.submitted()  # else a large load is enqueued as it lands
     await ticket
     return first, time.perf_counter() - started
-
-
-@contextmanager
-def _python() -> Iterator[None]:
-    """A thread that runs Python all the time, as an engine's scheduler does."""
-    stop = threading.Event()
-
-    def count() -> None:
-        while not stop.is_set():
-            sum(range(2000))
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 @contextmanager
