@@ -118,7 +118,7 @@ class PageCopier:
         table: PathTable | None = None,
         force: CopyPath | None = None,
         chunk_bytes: int = CHUNK_BYTES,
-        methods: FindMethods = copy_methods,
+        methods: FindMethods | None = None,
     ) -> None:
         """
         Args:
@@ -137,7 +137,9 @@ class PageCopier:
         self.nbytes: PathBytes = {pool: dict.fromkeys(CopyPath, 0) for pool in memories}
         self._force = force
         self._chunk_bytes = chunk_bytes
-        self._pools = {pool: _Pool(pool, memory, force, methods) for pool, memory in memories.items()}
+        self._pools = {
+            pool: _Pool(pool, memory, force, methods or copy_methods) for pool, memory in memories.items()
+        }
         self._keep = list(self._pools.values())
         self._layouts: dict[tuple[Direction, tuple[str, ...], tuple[range, ...]], TableLayout] = {}
         self._slots = self._slot_store(memories)

@@ -26,7 +26,7 @@ from asynchicache.errors import (
     TransferError,
     UsageError,
 )
-from asynchicache.kernels.select import FindMethods, copy_methods
+from asynchicache.kernels.select import FindMethods
 from asynchicache.ports import Port
 from asynchicache.streams.base import Device, Event, Stream
 from asynchicache.streams.reactor import CompletionReactor
@@ -106,7 +106,7 @@ class LocalTransfers:
         paths: PathTable | None = None,
         copy_path: CopyPath | None = None,
         audit: PageAudit | None = None,
-        methods: FindMethods = copy_methods,
+        methods: FindMethods | None = None,
     ) -> None:
         """
         Args:
