@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar, overload
 
@@ -268,10 +269,13 @@ class BaseCache(Generic[RequestKind]):
                 the trace stands alone.
 
         Raises:
-            ConfigError: the file cannot be written, or is being recorded; or `salt` is not bytes.
+            ConfigError: `path` is no path, the file cannot be written, or is being recorded; or `salt` is not
+                bytes.
             ClosedError: the cache is closed.
         """
         self._parts.executor.check_open()
+        if not isinstance(path, str | PathLike):
+            raise ConfigError(f"trace {path!r:.200} is a {type(path).__name__}: pass a file to write")
         path, current = Path(path), self._parts.recorder
         if current is not None and not current.closed and current.path.absolute() == path.absolute():
             raise ConfigError(f"trace {str(path)!r} is being recorded: await recorder.aclose() first")

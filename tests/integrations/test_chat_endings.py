@@ -115,6 +115,13 @@ def with_template(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def test_a_template_of_loops_in_loops_is_refused() -> None:
+    tokenizer = with_template("begins to think")
+    tokenizer.chat_template = 4 * "{% for number in range(9**5) %}" + 4 * "{% endfor %}"
+    with pytest.raises(ConfigError, match=r"template of tokenizer .* more than 200,000 lines.*: mend it"):
+        Invitations(tokenizer)
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["begins to think", "does not think"])
 async def test_no_turn_loses_its_state(name: str) -> None:

@@ -36,6 +36,7 @@ from integrations.zoo import PAGE, random_tokens, tiny_config, tiny_model, tiny_
 pytestmark = pytest.mark.asyncio
 
 NAME = "qwen3_5"
+SLOTS = CacheConfig(device_slots={"kv": 16, "mamba": 4}, host_slots={"kv": 16, "mamba": 4})
 CONFIG, SPEC, PROMPT = tiny_config(NAME), tiny_spec(NAME), random_tokens(3 * PAGE + 5)
 
 
@@ -106,6 +107,18 @@ async def restore_after_close(bed: Bed) -> None:
         await request.load()
         await bed.cache.aclose()
         bed.bridge.restore(request)
+
+
+def append_to_the_end(bed: Bed) -> None:
+    bed.bridge.save(extended(bed), bed.held, bed.done, bed.end)
+    bed.request.checkpoint(bed.end, final=True)
+    bed.request.append([1])
+
+
+async def open_twice(open_it: Callable[[Any], object]) -> None:
+    model = tiny_model(NAME)
+    async with PrefixCachedModel.open(model, page_size=PAGE, config=SLOTS):
+        await done(lambda: open_it(model))
 
 
 def record_twice(bed: Bed) -> None:
@@ -181,6 +194,8 @@ IN_A_REQUEST: dict[str, tuple[Callable[[Bed], object], str]] = {
     "restore of a cache": (lambda bed: bed.bridge.restore(bed.cache), "not HybridCache"),
     "save into another": (save_into_another, "that of another open request"),
     "restore after close": (restore_after_close, "the cache is closed"),
+    "append to the end": (append_to_the_end, "its last checkpoint was final"),
+    "record to a number": (lambda bed: bed.cache.record(5), "trace 5 is a int: pass a file to write"),
     "record twice": (record_twice, "is being recorded: await recorder.aclose() first"),
     "salt of text": (lambda bed: bed.cache.record("trace", salt="a"), "pass bytes, as text.encode()"),
     "tracer of text": (lambda bed: bed.cache.trace("x"), "instrument(cache) sets one"),
@@ -257,6 +272,14 @@ BEFORE_IT: dict[str, tuple[Callable[[], object], str]] = {
         lambda: entered(PrefixCachedModel.open(tiny_model(NAME), spec="qwen")),
         "ModelSpec.from_config(model.config)",
     ),
+    "opened twice": (
+        lambda: open_twice(lambda model: entered(PrefixCachedModel.open(model, page_size=PAGE))),
+        "is open already",
+    ),
+    "opened, and to generate": (
+        lambda: open_twice(lambda model: entered_by_with(prefix_cached(model, page_size=PAGE))),
+        "is open already",
+    ),
     "limit of text": (
         lambda: entered(PrefixCachedModel.open(tiny_model(NAME), max_running="3")),
         "max_running '3': expected int",
@@ -316,8 +339,7 @@ async def test_an_opening_is_entered_by_async_with(open_it: Callable[[], Any]) -
 
 
 async def test_a_generation_is_read_by_async_for() -> None:
-    options = CacheConfig(device_slots={"kv": 16, "mamba": 4}, host_slots={"kv": 16, "mamba": 4})
-    async with PrefixCachedModel.open(tiny_model(NAME), page_size=PAGE, config=options) as served:
+    async with PrefixCachedModel.open(tiny_model(NAME), page_size=PAGE, config=SLOTS) as served:
         answer = served.generate(PROMPT, max_new_tokens=2)
         for misused in (iter, entered_by_with):
             with pytest.raises(CacheError, match="read by `async for`"):
@@ -333,14 +355,15 @@ async def test_a_generation_is_read_by_async_for() -> None:
         ({"max_new_tokens": None}, "max_new_tokens None must be a whole number"),
         ({"stop_token_ids": 5}, "stop_token_ids 5 is a int: a collection of token ids"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids: 'a' must be a whole number"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids: -1 never comes"),
+        ({"stop_token_ids": [1 << 40]}, f"stop_token_ids: {1 << 40} never comes"),
         ({"sampling": {"temperature": 1}}, "pass Sampling(...)"),
         ({"hint": {"over": True}}, "pass CacheHint(...)"),
         ({"traceparent": 5}, "the W3C header"),
     ],
 )
 async def test_an_option_of_a_generation(options: dict[str, Any], cure: str) -> None:
-    slots = CacheConfig(device_slots={"kv": 16, "mamba": 4}, host_slots={"kv": 16, "mamba": 4})
-    async with PrefixCachedModel.open(tiny_model(NAME), page_size=PAGE, config=slots) as served:
+    async with PrefixCachedModel.open(tiny_model(NAME), page_size=PAGE, config=SLOTS) as served:
         with pytest.raises(CacheError) as caught:
             served.generate(PROMPT, **({"max_new_tokens": 2} | options))
     assert cure in str(caught.value)

@@ -325,7 +325,7 @@ class BaseRequest:
         """Add generated token ids to the sequence.
 
         Raises:
-            InvalidTokensError: as for a prompt.
+            InvalidTokensError, RequestStateError: as for a prompt; after a final checkpoint.
             UsageError: the prefix was given as page keys; see `append_keys`.
         """
         if self._page_keys:
@@ -336,7 +336,7 @@ class BaseRequest:
         """Add the keys of the next whole pages.
 
         Raises:
-            InvalidTokensError: a key is not 32 bytes.
+            InvalidTokensError, RequestStateError: a key is not 32 bytes; after a final checkpoint.
             UsageError: the prefix was given as tokens.
         """
         if not self._page_keys:
@@ -344,9 +344,15 @@ class BaseRequest:
         whole = len(self._tokens) // KEY_WORDS * KEY_WORDS
         self._add(whole, key_array(keys) + self._tokens[whole:])  # the last word says that the prompt goes on
 
+    @staticmethod
+    def _not_final(state: RequestState) -> RequestState:
+        if state.finished:
+            raise RequestStateError("the request is finished: its last checkpoint was final")
+        return state
+
     def _add(self, at: int, words: array[int]) -> None:
         """Replace what is known from word `at` on."""
-        state = self._open()
+        state = self._not_final(self._open())
         self._executor.loop.check()
         try:
             self._tokens[at:] = words
@@ -787,10 +793,7 @@ class Request(BaseRequest):
         return state
 
     def _unfinished(self) -> RequestState:
-        state = self._loaded()
-        if state.finished:
-            raise RequestStateError("the request is finished: its last checkpoint was final")
-        return state
+        return self._not_final(self._loaded())
 
 
 class EngineRequest(BaseRequest):
@@ -854,8 +857,7 @@ class EngineRequest(BaseRequest):
         after = after or self._stream
         self._check_named("checkpoint", "pages", pages, after)
         state, length = self._in_use(), as_count("checkpoint", length)
-        if state.finished:
-            raise RequestStateError("the request is finished: its last checkpoint was final")
+        self._not_final(state)
         self._check_known(length)
         size = self._planner.inventory.page_size
         copies = self._planner.engine.backup(

@@ -148,6 +148,7 @@ def without_merges(folder: Path) -> None:
         (written(TEMPLATE, "{# nothing #}"), f"{TEMPLATE}: .*nothing"),
         (written(TEMPLATE, ""), f"{TEMPLATE}: the chat template is empty"),
         (written(TEMPLATE, "{% for i in range(10**9) %}{% endfor %}"), f"{TEMPLATE}: .*Range too big"),
+        (written(TEMPLATE, 4 * "{% for i in range(9**5) %}" + 4 * "{% endfor %}"), f"{TEMPLATE}: .*200,000"),
         (written(TEMPLATE, "{{ messages | length // 0 }}"), f"{TEMPLATE}: .*zero"),
     ],
 )

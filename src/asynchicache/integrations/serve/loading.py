@@ -25,7 +25,9 @@ from asynchicache.integrations.serve.tokenizers import (
     Conversation,
     Tokenizer,
 )
+from asynchicache.integrations.transformers.chat import bounded
 from asynchicache.integrations.transformers.demo_model import build_demo_model
+from asynchicache.integrations.transformers.forward import vocabulary_of
 
 TINY = "tiny"
 
@@ -94,7 +96,7 @@ def load_checkpoint(
     model = read_model(folder, dtype).to(torch.device(device)).eval()
     defaults = model.generation_config
     try:
-        stop_ids = _stop_ids(model)
+        stop_ids = frozenset(token for token in _stop_ids(model) if 0 <= token < vocabulary_of(model))
         temperature = 1.0 if defaults.temperature is None else float(defaults.temperature)
         top_p = 1.0 if defaults.top_p is None else float(defaults.top_p)
     except (TypeError, ValueError) as error:
@@ -167,11 +169,16 @@ def _check_template(tokenizer: CheckpointTokenizer, file: Path, vocabulary: int)
     Raises:
         ConfigError: the template cannot be used.
     """
+
+    def rendered(*tools: Any) -> list[int]:
+        with bounded():
+            return tokenizer.encode_chat(Conversation(_PLAIN, tools))
+
     try:
         try:
-            tokens = tokenizer.encode_chat(Conversation(_PLAIN))
+            tokens = rendered()
         except ApiError:
-            tokens = tokenizer.encode_chat(Conversation(_PLAIN, (_TOOL,)))
+            tokens = rendered(_TOOL)
     except ApiError as error:
         cause = error.__cause__
         line = f"line {cause.lineno}: " if isinstance(cause, TemplateSyntaxError) else ""

@@ -3,11 +3,14 @@ and some rewrite what came before."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os.path import commonprefix
+from types import FrameType
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateRuntimeError, TemplateSyntaxError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from asynchicache.errors import ConfigError
@@ -25,6 +28,9 @@ UNFIT = (
 )
 """What a template raises that refuses messages, or meets values of another type than it expects."""
 
+_MOST_LINES = 200_000
+"""Of its code that a template may run for a question at start. Real ones run some hundreds."""
+
 _ANSWER = {"role": "assistant", "content": "Yes."}
 _QUESTION = {"role": "user", "content": "Go on."}
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
@@ -38,6 +44,34 @@ _CALLED: tuple[Mapping[str, Any], ...] = (
 )
 """What may follow a question. How much of an invitation is repeated depends on it: text joins its last mark,
 thoughts take the place of none. A call is followed by its result, and, one turn on, by a question."""
+
+
+class LongTemplateError(TemplateRuntimeError):
+    """A template runs for too long."""
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Stop templates that this thread renders, with `LongTemplateError`, when they have run for long: what
+    bounds each loop does not bound loops in loops."""
+    left = _MOST_LINES
+
+    def count(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if left < 0:
+            raise LongTemplateError(f"it runs more than {_MOST_LINES:,} lines: loops in loops")
+        return count
+
+    def enter(frame: FrameType, event: str, _: object) -> Any:
+        return count if frame.f_code.co_filename == "<template>" else None  # as Jinja names what it compiles
+
+    before = sys.gettrace()
+    sys.settrace(enter)  # what a trace function raises ends tracing: one rendering for each `bounded`
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def repeated_lengths(
@@ -159,11 +193,11 @@ def _endings(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, ...]]:
         def render(
             messages: Sequence[Mapping[str, Any]], invited: bool, variables: Mapping[str, Any] = variables
         ) -> str:
-            return str(
-                tokenizer.apply_chat_template(
+            with bounded():
+                text = tokenizer.apply_chat_template(
                     list(messages), tokenize=False, add_generation_prompt=invited, **variables
                 )
-            )
+            return str(text)
 
         try:
             prompt = encode(render(question, True))
@@ -171,6 +205,11 @@ def _endings(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, ...]]:
             raise ConfigError(
                 f"the chat template of tokenizer {tokenizer.name_or_path!r}, line {error.lineno}: {error}: "
                 "mend it, or set tokenizer.chat_template"
+            ) from error
+        except LongTemplateError as error:
+            raise ConfigError(
+                f"the chat template of tokenizer {tokenizer.name_or_path!r}: {error}: mend it, or set "
+                "tokenizer.chat_template"
             ) from error
         except UNFIT:
             continue

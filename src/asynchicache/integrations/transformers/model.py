@@ -76,7 +76,7 @@ class PrefixCachedModel:
         self._prefilling = asyncio.Lock()
         self._sharing = PromptSharing(cache.spec.page_size)
         self._vocabulary = vocabulary_of(model)
-        self._ends = end_tokens(model, tokenizer)
+        self._ends = {token for token in end_tokens(model, tokenizer) if 0 <= token < self._vocabulary}
         self._steady = steady_tokens(model)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -199,7 +199,7 @@ class PrefixCachedModel:
         check_kind("sampling", sampling, Sampling, "pass Sampling(...)")
         check_kind("hint", hint, CacheHint, "pass CacheHint(...)")
         ends = self._ends if stop_token_ids is None else stop_token_ids
-        rule = StopRule(max_new_tokens, ends, stop, self._tokenizer)
+        rule = StopRule(max_new_tokens, ends, stop, self._tokenizer, self._vocabulary)
         prompt = known_tokens(tokens, self._vocabulary)[:]
         if self._steady is not None and len(prompt) + max_new_tokens > self._steady:
             raise CapacityError(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from transformers import PreTrainedModel
@@ -28,6 +29,8 @@ from asynchicache.storage.protocol import StorageBackend
 from asynchicache.types import check_number
 
 _PAGE_SIZE = 64
+_OPEN: WeakSet[PreTrainedModel] = WeakSet()
+"""Models that a runner's thread computes with."""
 _FEW = 16
 """One-token forwards in a row before calls of other requests run."""
 
@@ -211,7 +214,7 @@ async def open_prefill_runner(
     Raises:
         RankError: a rank of the group does not fit it, or is missing.
         UnsupportedModelError: a layer of the model has no pool.
-        ConfigError: options contradict each other or the model.
+        ConfigError: options contradict each other or the model; or the model is open already.
         CapacityError, StorageError: as of `HybridCache.open`.
     """
     config = config or CacheConfig(device=str(model.device))
@@ -228,6 +231,13 @@ async def open_prefill_runner(
     check_model(model, config, spec)
     if prefill_chunk < 1:
         raise ConfigError(f"prefill_chunk {prefill_chunk} must be 1 token at least")
+    if model in _OPEN:
+        raise ConfigError(
+            f"this {type(model).__name__} is open already, and two threads would compute with it: use the "
+            "first opening, which serves many requests, or close it before"
+        )
+    _OPEN.add(model)
+    stack.callback(_OPEN.discard, model)
     cache = await stack.enter_async_context(HybridCache.open(spec, config, storage=storage, group=group))
     runner = PrefillRunner(model, cache, ModelThread(model.device), prefill_chunk=prefill_chunk, group=group)
     stack.callback(runner.context.calls.close)

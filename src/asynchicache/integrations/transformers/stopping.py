@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 from typing import Literal
 
@@ -25,9 +26,11 @@ class StopRule:
         token_ids: tokens that end the output.
         strings: the output ends with the token that completes one of these.
         tokenizer: decodes tokens to find the strings.
+        vocabulary: how many ids the model has; `token_ids` are of them.
 
     Raises:
-        UsageError: `max_new_tokens` is below 1, a string is empty, or strings are given without a tokenizer.
+        UsageError: `max_new_tokens` is below 1, an id is outside the vocabulary, a string is empty, or there
+            are strings and no tokenizer.
     """
 
     def __init__(
@@ -36,11 +39,14 @@ class StopRule:
         token_ids: Collection[int],
         strings: Sequence[str] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
+        vocabulary: int = sys.maxsize,
     ) -> None:
         check_number("max_new_tokens", max_new_tokens)
         check_kind("stop_token_ids", token_ids, Collection, "a collection of token ids")
         for token in token_ids:
             check_number("stop_token_ids:", token)
+            if not 0 <= token < vocabulary:
+                raise UsageError(f"stop_token_ids: {token} never comes: the model knows {vocabulary}, from 0")
         if max_new_tokens < 1:
             raise UsageError(f"max_new_tokens {max_new_tokens} must be 1 at least")
         if strings and tokenizer is None:
