@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Protocol, TypeAlias
@@ -105,13 +106,29 @@ def copy_by_driver(driver: CudaDriver, batch: RunBatch, stream: int) -> None:
     driver.copy_batch(to, to + table.step, to + 2 * table.step, stop - start, stream)
 
 
+def compile_kernels(index: int) -> None:
+    """Compile what `copy_methods` loads for a GPU, if it can be; blocks for seconds, once on a machine."""
+    if not torch.cuda.is_available():
+        return
+    with suppress(ImportError, DeviceError):  # said when they are to be loaded
+        from asynchicache.kernels.triton_copy import compiled
+
+        for to_device in (False, True):
+            compiled(_capability(index), to_device)
+
+
+def _capability(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
 def _triton_kernels(items: PoolItems, driver: CudaDriver, lacking: dict[str, str]) -> PageKernels | None:
     try:
         from asynchicache.kernels.triton_copy import CudaLaunch, TritonKernels
 
-        with torch.cuda.device(items.device[0].device):
-            major, minor = torch.cuda.get_device_capability()
-            return TritonKernels(items, driver, CudaLaunch(driver, 10 * major + minor))
+        index = items.device[0].device.index or 0
+        with torch.cuda.device(index):
+            return TritonKernels(items, driver, CudaLaunch(driver, _capability(index)))
     except ImportError as error:  # Triton is optional
         lacking["kernel"] = f"Triton cannot be imported: {error}; pip install triton"
     except DeviceError as error:

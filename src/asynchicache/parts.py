@@ -20,6 +20,7 @@ from asynchicache.controller.storage_pools import AttachedStorage, StoragePools
 from asynchicache.controller.tasks import OwnedTasks, shielded
 from asynchicache.errors import ConfigError
 from asynchicache.hashing import pool_fingerprint
+from asynchicache.kernels.select import compile_kernels
 from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.planner.planner import Planner
 from asynchicache.pools.balance import find_few_slots, find_undersized_pools
@@ -486,6 +487,9 @@ class OpenedDevice:
             ConfigError: the requested path is not available.
         """
         config, paths, audit = self._config, None, None
+        if self.device.name != "cpu":  # else the loop would wait for it below
+            index = int(self.device.name.partition(":")[2] or 0)
+            await self.port.run_blocking(partial(compile_kernels, index))
         if self._measures and config.copy_path is None:
             paths = await self.port.run_blocking(partial(measured_paths, self.device.name))
         if config.audit:

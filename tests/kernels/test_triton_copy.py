@@ -30,6 +30,7 @@ from asynchicache.errors import DeviceError  # noqa: E402
 from asynchicache.kernels import triton_copy  # noqa: E402
 from asynchicache.kernels.items import PoolItems  # noqa: E402
 from asynchicache.kernels.pointers import SamePointers  # noqa: E402
+from asynchicache.kernels.select import compile_kernels  # noqa: E402
 from asynchicache.kernels.triton_copy import (  # noqa: E402
     LANES,
     MAX_WORDS,
@@ -236,6 +237,20 @@ def test_nothing_is_compiled_but_two_kernels_when_a_pool_opens(
 
     assert len(counted) == 2
     assert len(library.launched) == launches
+
+
+def test_opening_compiles_both_before_the_loop_loads_them(
+    library: _Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, index))
+    compiled.cache_clear()
+
+    compile_kernels(0)
+
+    assert compiled.cache_info().currsize == 2
+    CudaLaunch(CudaDriver(0, Libraries(library, library)), 90)
+    assert compiled.cache_info().misses == 2
 
 
 def test_a_launch_is_packed_as_the_machine_code_takes_it(library: _Library) -> None:
