@@ -322,9 +322,10 @@ class TritonKernels:
             return
         if rows not in self._shapes:
             some = self.rows[rows.start : rows.stop]
-            self._shapes[rows] = max(row.page for row in some), min(row.width for row in some)
-        most, narrowest = self._shapes[rows]
-        programs = min(MAX_PROGRAMS, BYTES_IN_FLIGHT // (LANES * narrowest))
+            width = max(some, key=lambda row: row.page * row.width).width  # of most of the bytes
+            self._shapes[rows] = max(row.page for row in some), width
+        most, width = self._shapes[rows]
+        programs = min(MAX_PROGRAMS, BYTES_IN_FLIGHT // (LANES * width))
         step = MAX_WORDS // most
         for start in range(0, pages, step):
             count = min(step, pages - start)

@@ -174,8 +174,12 @@ def test_addresses_and_strides_limit_the_words_of_their_own_row(caplog: pytest.L
     rows = [KernelRow.of(items, row, SamePointers()) for row in items.rows]
 
     assert {(row.tensor, made.width) for row, made in zip(items.rows, rows, strict=True)} == {(0, 16), (1, 4)}
-    kernels = TritonKernels(items, SamePointers(), lambda *_: None)
+    programs: list[int] = []
+    kernels = TritonKernels(items, SamePointers(), lambda *one: programs.append(one[1]))
     assert kernels.rows == rows
+    for some in (range(3), range(1, 2)):  # two wide rows and the odd one; that one alone
+        kernels.copy(some, 0, 0, 100_000, to_device=True, stream=0)
+    assert programs == [32, 128], "as many bytes in flight, and no more processors than most of them need"
     assert caplog.text.count("copies by kernel move 4 bytes a thread, not 16: the items at 0x") == 1
 
 
