@@ -326,7 +326,8 @@ class TritonKernels:
             self._shapes[rows] = max(row.page for row in some), width
         most, width = self._shapes[rows]
         programs = min(MAX_PROGRAMS, BYTES_IN_FLIGHT // (LANES * width))
-        step = MAX_WORDS // most
+        # Blocks are counted in 32 bits, too; of more than a thousand rows they are fewer than words.
+        step = max(1, min(MAX_WORDS, MAX_WORDS // len(rows) * LANES) // most)
         for start in range(0, pages, step):
             count = min(step, pages - start)
             row_blocks = -(-count * most // LANES)

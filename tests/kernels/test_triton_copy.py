@@ -296,6 +296,21 @@ def test_more_pages_than_32_bits_count_are_several_launches() -> None:
     ]
 
 
+def test_of_thousands_of_layers_no_launch_has_more_blocks_than_32_bits_count() -> None:
+    layers, pages, words = 3000, 5000, (1 << 20) + 1
+    host = torch.empty(words, dtype=torch.uint8).as_strided((layers, pages, 1, words), (0, 0, 0, 1))
+    launched: list[Arguments] = []
+    kernels = TritonKernels(
+        PoolItems.of([host], [host]), SamePointers(), lambda *one: launched.append(one[2])
+    )
+
+    kernels.copy(range(layers), 4096, 8192, pages, to_device=True, stream=STREAM)
+
+    assert sum(one[4] for one in launched) == pages
+    assert max(work for *_, work, _ in launched) < 2**31
+    assert all(work == layers * blocks for *_, work, blocks in launched)
+
+
 def test_a_machine_without_a_c_compiler_has_kernels(tmp_path: Path) -> None:
     """Triton's own launcher is built by one."""
     code = "from asynchicache.kernels.triton_copy import compiled; print(len(compiled(90, True).binary))"

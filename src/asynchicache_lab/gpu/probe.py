@@ -265,7 +265,7 @@ class Runs:
 
         return enqueue
 
-    def kernel(self) -> Work | None:
+    def kernel(self, which: int = 0) -> Work | None:
         """What copies them by the library's kernel, where there is one."""
         shape = 1, len(self.columns[0]), 1, self.nbytes
         items = PoolItems.of([self.host[: self.total].view(shape)], [self.there[: self.total].view(shape)])
@@ -277,7 +277,7 @@ class Runs:
 
         def enqueue() -> None:
             ours, theirs = (side.data_ptr() for side in slots)
-            stream = self.machine.handle().value or 0
+            stream = self.machine.handle(which).value or 0
             kernels.copy(range(1), ours, theirs, shape[1], to_device=self.load, stream=stream)
 
         return enqueue
@@ -448,7 +448,7 @@ def busy(machine: Machine, end: Deadline) -> None:
         alone, _ = machine.measured(compute)
         for nbytes in (16 << 10, 256 << 10):
             runs = Runs(machine, host, there, nbytes)
-            for path, work in {"batch": runs.batch(which=1), "kernel": runs.kernel()}.items():
+            for path, work in {"batch": runs.batch(which=1), "kernel": runs.kernel(which=1)}.items():
                 if work is None or end.passed:
                     continue
 
