@@ -265,7 +265,11 @@ class CudaDevice:
         stream is the current device's.
         """
         if self.thread.ours:
-            return self.attempt(call, *args, **kwargs)
+            try:  # as `attempt`, for a call that is made for every layer
+                return call(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - the boundary of the driver
+                self._fail(error)
+                return None
         return self.attempt(partial(self._beside, partial(call, *args, **kwargs)))
 
     def _beside(self, call: Callable[[], T]) -> T:

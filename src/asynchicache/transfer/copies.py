@@ -197,7 +197,7 @@ class PageCopier:
         """
         batch = copies.ready(layers)
         if batch is not None:
-            _launch(stream, [copies.of_batch(batch, stream.handle)])
+            copies.launch(batch, stream)
             return
         held: list[SizedCopy] = []
         nbytes = 0
@@ -223,13 +223,17 @@ def _no_batches(batch: RunBatch, stream: int) -> None:
 
 
 def _launch(stream: Stream, copies: Sequence[SizedCopy]) -> None:
-    begun = [copies[0]]
+    begun: list[SizedCopy] = []
     try:
-        stream.launch(copies[0].call if len(copies) == 1 else partial(_run_all, copies, begun))
+        stream.launch(partial(_run_all, copies, begun))
     except CallRefusedError as error:
-        for pool in begun[-1].pools:
-            pool.drop(begun[-1].path, error.__cause__ or error)
+        _drop(begun[-1].pools, begun[-1].path, error)
         raise
+
+
+def _drop(pools: Sequence[_Pool], path: CopyPath, error: CallRefusedError) -> None:
+    for pool in pools:
+        pool.drop(path, error.__cause__ or error)
 
 
 def _run_all(copies: Sequence[SizedCopy], begun: list[SizedCopy]) -> None:
@@ -386,7 +390,19 @@ class PlanCopies:
         """All copies of a group, where they are one batch that is written down."""
         return self.table.ready(layers.start) if self._only_batches and self.table is not None else None
 
-    def of_batch(self, batch: RunBatch, stream: int, *, at_once: bool = False) -> SizedCopy:
+    def launch(self, batch: RunBatch, stream: Stream) -> None:
+        """Enqueue a batch of its table.
+
+        Raises:
+            CallRefusedError: as `PageCopier.enqueue`.
+        """
+        try:
+            stream.launch(partial(self._copy, batch, stream.handle))
+        except CallRefusedError as error:
+            _drop(self._batched, CopyPath.BATCH, error)
+            raise
+
+    def _of_batch(self, batch: RunBatch, stream: int, *, at_once: bool = False) -> SizedCopy:
         call = partial(self._copy, batch, stream)
         return SizedCopy(self._batched, CopyPath.BATCH, batch.nbytes, call, at_once)
 
@@ -399,7 +415,7 @@ class PlanCopies:
         """
         if self.table is not None:
             for batch in self.table.batches(layers.start):
-                yield self.of_batch(batch, stream, at_once=batch is self.table.head)
+                yield self._of_batch(batch, stream, at_once=batch is self.table.head)
         for name, pool in self._pools.items():
             if self.paths[name] is CopyPath.KERNEL:
                 yield from self._launches(name, pool, layers, stream)
