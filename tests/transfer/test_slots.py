@@ -39,8 +39,11 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int, int]]:
         ctypes.memmove(*upload[:3])
         done.append(upload)
 
+    stream = SimpleNamespace(synchronize=lambda: None)
     played = SimpleNamespace(
-        int64=torch.int64, empty=lambda number, **_: torch.zeros(number, dtype=torch.int64)
+        int64=torch.int64,
+        empty=lambda number, **_: torch.zeros(number, dtype=torch.int64),
+        cuda=SimpleNamespace(current_stream=lambda device: stream),
     )
     monkeypatch.setattr(slots, "torch", played)
     monkeypatch.setattr(CudaDriver, "load", lambda index: SimpleNamespace(upload=upload))

@@ -64,6 +64,8 @@ class SlotRing:
         try:
             self._pinned = torch.empty(numbers, dtype=torch.int64, pin_memory=True)
             self._there = torch.empty(numbers, dtype=torch.int64, device=device)
+            # Torch may give memory that work on its own stream still reads; our streams do not wait for that.
+            torch.cuda.current_stream(device).synchronize()
         except RuntimeError as error:  # torch's error of memory is one
             raise DeviceError(f"no room for {numbers} slot numbers: {error}") from error
         self._numbers = self._pinned.numpy()
