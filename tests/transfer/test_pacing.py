@@ -53,11 +53,14 @@ async def test_two_groups_are_ahead_and_others_work_goes_between(
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-async def test_a_load_that_fits_is_enqueued_at_once(open_rig, operation: Build) -> None:
-    async with open_rig("stepped") as rig:
+@pytest.mark.parametrize(("ahead", "layer"), [(1 << 20, 4), (1, None)])
+async def test_a_load_that_fits_or_is_waited_for_is_enqueued_at_once(
+    open_rig, operation: Build, ahead: int, layer: int | None
+) -> None:
+    async with open_rig("stepped", ahead_bytes=ahead) as rig:
         ticket = rig.transfers.submit(operation(Direction.LOAD, **ALL), done=rig.done)
 
-        await ticket.submitted()
+        await ticket.submitted(layer)
 
         assert [ticket.status(layer) for layer in range(5)] == [SUBMITTED] * 5
 

@@ -58,7 +58,7 @@ AHEAD_BYTES = 256 << 20
 """Bytes of a load that are enqueued and have not landed, or two groups if these are more. What an engine
 copies for itself, such as token ids, waits behind them all, as a copy engine serves in order. Fewer would be
 copied before the submit thread, beside busy Python, has the interpreter's lock (5 ms) to enqueue more. All is
-enqueued at once where a task waits in `Ticket.submitted` for the last layer."""
+enqueued at once where a task waits for that, in `Ticket.submitted()`."""
 
 _NO_POOL = -1, -1  # capacities of an unknown pool: even an empty transfer (highest slot -1) exceeds them
 
@@ -130,10 +130,8 @@ class LocalTransfers:
             if str(memory.device.device) != device.name:
                 there = memory.device.device
                 raise ConfigError(f"pool {pool!r} is on {there}, the streams are {device.name}'s")
-        self._device = device
-        self._layers = layers
-        self._port = port
-        self._reactor = reactor
+        self._device, self._layers = device, layers
+        self._port, self._reactor = port, reactor
         self._copier = PageCopier(memories, table=paths, force=copy_path, methods=methods)
         self._extents = {pool: memory.extent for pool, memory in memories.items()}
         self._capacities = {pool: (one.device_slots, one.host_slots) for pool, one in self._extents.items()}
@@ -388,7 +386,7 @@ class LocalTransfers:
         sample = self.audit.choose(plan) if self.audit else None  # here: it allocates
         for number, layers in enumerate(plan.groups):
             landed = record.event(number - ahead) if number >= ahead else None
-            if landed is not None and not (load.whole or record.has_enqueue_waiter(last)):
+            if landed is not None and not (load.whole or record.whole):
                 yield landed
                 if not load.whole:
                     landed.synchronize()

@@ -65,6 +65,7 @@ class Submission(msgspec.Struct, eq=False):
         last_group: the index of the last group of `own` that holds bytes of this operation; -1 if unknown.
         transfers: all transfers that it waits for, `own` first; None while that is not known.
         failure: why it will never be known.
+        whole: a task waits for every layer to be enqueued; from any thread.
     """
 
     tick: Tick | None = None
@@ -77,6 +78,7 @@ class Submission(msgspec.Struct, eq=False):
     last_group: int = -1
     transfers: Sequence[TransferRecord] | None = None
     failure: BaseException | None = None
+    whole: bool = False
 
     def resolve(self, own: TransferRecord | None, others: Sequence[TransferRecord]) -> None:
         """Set which transfers it waits for; from any thread, before they are enqueued."""
@@ -286,6 +288,11 @@ class TransferRecord:
         self._events[index] = self.last_event = event
         self._enqueued = index + 1
         return index
+
+    @property
+    def whole(self) -> bool:
+        """Whether a task waits for every layer to be enqueued."""
+        return any(submission.whole for submission in self.submissions)
 
     def has_enqueue_waiter(self, index: int) -> bool:
         """Whether a task waits, in `submitted`, for a group to be enqueued."""

@@ -93,6 +93,8 @@ class Ticket(msgspec.Struct, eq=False, weakref=True):
         last = self._last if layer is None else layer
         self._check(last)
         submission = self._submission
+        if layer is None:
+            submission.whole = True  # else a large load is enqueued as it lands
         if layer is None or submission.transfers is None:
             await self._resolved()
         groups = list(submission.groups(last))
