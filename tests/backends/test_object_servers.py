@@ -23,6 +23,7 @@ from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import BackendConformance
 from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent
 from asynchicache.types import Outcome
+from soaking import first
 from storage.object_servers import (
     FRAME_BYTES,
     SERVERS,
@@ -35,6 +36,9 @@ from storage.object_servers import (
 )
 
 pytestmark = pytest.mark.engine("object")
+
+ON_ONE_SERVER = pytest.mark.parametrize("server", first(1, SERVERS), indirect=True, scope="module")
+"""What is the same code of ours for each server: `make soak` tries it on all."""
 
 STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
 CORRUPT, FAILED = Outcome.CORRUPT, Outcome.FAILED
@@ -68,6 +72,7 @@ class TestBare(ServerConformance):
         return open_backend(self.server.options(f"bare/{tmp_path.name}"), port)
 
 
+@ON_ONE_SERVER
 @pytest.mark.asyncio
 class TestWithIndexWithoutFaults(ServerConformance):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
@@ -282,6 +287,7 @@ async def test_a_killed_server_is_a_miss_and_comes_back(
         assert await bench.get(keys, range(8, 12)) == [HIT] * 4
 
 
+@ON_ONE_SERVER
 @pytest.mark.asyncio
 async def test_a_server_killed_in_the_middle_of_a_transfer(fragile: ObjectServer, tmp_path: Path) -> None:
     options = fragile.options(f"p/{tmp_path.name}", retries=0, requests=2)

@@ -65,7 +65,7 @@ FULL_DEVICE = place_of(FULL, Tier.DEVICE)
 FULL_HOST = place_of(FULL, Tier.HOST)
 
 
-Slots: TypeAlias = "list[int] | array[int]"
+NodeSlots: TypeAlias = "list[int] | array[int]"
 """Slots of a node. A list is faster; an array takes 4 bytes for a slot, and a list 40."""
 
 
@@ -137,7 +137,7 @@ class Node:
         self.end: int = pages if parent is None else parent.end + pages
         self.children: dict[bytes, Node] = {}
         places = TIERS * components
-        self.slots: list[Slots | None] = [None] * places
+        self.slots: list[NodeSlots | None] = [None] * places
         self.residency: list[int] = [ABSENT] * places
         self.locks: list[int] = [0] * places
         self.worth: list[float] = [0] * components

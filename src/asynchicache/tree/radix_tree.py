@@ -41,8 +41,8 @@ from asynchicache.tree.node import (
     Keep,
     Locks,
     Node,
+    NodeSlots,
     SlotPlace,
-    Slots,
     all_places,
     component_of,
     is_full,
@@ -239,7 +239,7 @@ class UnifiedRadixTree:
         self._holders: dict[SlotPlace, dict[int, Node]] = {}
         self.clock = 1
         self.uses = 1
-        self.pack: Callable[[Sequence[int]], Slots] = list
+        self.pack: Callable[[Sequence[int]], NodeSlots] = list
         self.now = 0.0
         self._serial = 0
 

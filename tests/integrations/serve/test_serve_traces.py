@@ -22,6 +22,7 @@ from integrations.serve.checkpoints import save_checkpoint, tiny_loaded
 from integrations.serve.serving import PAGE, Running, running, uncached
 from integrations.zoo import random_tokens, tiny_model
 from integrations.zoo_configs import WINDOW
+from soaking import first
 
 THINKS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
@@ -83,14 +84,17 @@ DEFAULT = "prompt+output+branch"
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("load", "pools", "checkpoints"),
-    [
-        (partial(thinking, "qwen3"), "kv", DEFAULT),
-        (partial(thinking, "gemma3"), "kv,swa", DEFAULT),
-        (partial(thinking, "qwen3_5"), "kv,mamba", DEFAULT),
-        (partial(thinking, "qwen3_5"), "kv,mamba", "prompt"),
-        (lambda _: tiny_loaded("gemma3"), "kv,swa", DEFAULT),
-        (lambda _: tiny_loaded("qwen3_5"), "kv,mamba", DEFAULT),
-    ],
+    first(
+        4,
+        [
+            (partial(thinking, "qwen3"), "kv", DEFAULT),
+            (partial(thinking, "gemma3"), "kv,swa", DEFAULT),
+            (partial(thinking, "qwen3_5"), "kv,mamba", DEFAULT),
+            (lambda _: tiny_loaded("qwen3_5"), "kv,mamba", DEFAULT),
+            (lambda _: tiny_loaded("gemma3"), "kv,swa", DEFAULT),
+            (partial(thinking, "qwen3_5"), "kv,mamba", "prompt"),
+        ],
+    ),
 )
 async def test_each_turn_hits_what_is_repeated_in_the_server_and_in_a_replay(
     tmp_path: Path, load: Callable[[Path], LoadedModel], pools: str, checkpoints: str
@@ -106,9 +110,9 @@ async def test_each_turn_hits_what_is_repeated_in_the_server_and_in_a_replay(
 
     requests = list(read_trace(trace).requests)
     assert [(request.tokens, request.output) for request in requests] == [one[:2] for one in seen]
-    first, second = ({request.session for request in requests[number::2]} for number in range(2))
-    assert len(first) == len(second) == 1
-    assert first != second
+    one, other = ({request.session for request in requests[number::2]} for number in range(2))
+    assert len(one) == len(other) == 1
+    assert one != other
     check_replays(trace, pools, PAGE, checkpoints, [cached for _, _, cached in seen])
     assert sum(cached > 0 for _, _, cached in seen) >= 4
     assert any("answer_runs" in json.loads(line) for line in trace.read_text().splitlines())
@@ -132,14 +136,17 @@ def check_replays(trace: Path, pools: str, page: int, checkpoints: str, cached: 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("name", "pools", "page", "checkpoints", "chunk"),
-    [
-        ("qwen3", "kv", 8, "prompt+16", 24),
-        ("gemma3", "kv,swa", 8, "output", 64),
-        ("qwen3_5", "kv,mamba", 16, "none", 512),
-        ("qwen3_5", "kv,mamba", 8, "prompt+branch", 64),
-        ("lfm3", "kv,swa,mamba", 32, "branch", 64),
-        ("lfm3", "kv,swa,mamba", 16, "output+32", 24),
-    ],
+    first(
+        3,
+        [
+            ("gemma3", "kv,swa", 8, "output", 64),
+            ("qwen3_5", "kv,mamba", 8, "prompt+branch", 64),
+            ("lfm3", "kv,swa,mamba", 16, "output+32", 24),
+            ("qwen3", "kv", 8, "prompt+16", 24),
+            ("qwen3_5", "kv,mamba", 16, "none", 512),
+            ("lfm3", "kv,swa,mamba", 32, "branch", 64),
+        ],
+    ),
 )
 async def test_any_policy_replays_to_what_was_hit(
     tmp_path: Path, name: str, pools: str, page: int, checkpoints: str, chunk: int
