@@ -22,6 +22,7 @@ from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.streams.drivers import InlineDriver
 from asynchicache.streams.emulated import EmulatedDevice
 from asynchicache.transfer.copies import FIRST_RUNS, PageCopier, PoolMemory
+from asynchicache.transfer.launch_table import TableLayout, TableTensor
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.transfer.plan import CacheOperation, Direction, TransferPlan, merge
 from asynchicache.types import PoolTransfer
@@ -222,6 +223,12 @@ def test_slots_that_are_contiguous_on_both_sides_are_one_run() -> None:
     copier.enqueue(EmulatedDevice(InlineDriver()).stream("s"), copier.prepare(plan), range(4))
 
     assert [batch.sizes.tolist() for batch in found] == [[4096, 3 * 4096]]
+
+
+def test_a_tensor_without_bytes_has_no_runs() -> None:
+    nothing = TableTensor("state", (0, 1), *(torch.zeros(2, 4, 1, 0, dtype=torch.uint8) for _ in "12"))
+
+    assert TableLayout.of([nothing], [range(2)], 100) == ((), {})
 
 
 def test_rows_share_what_is_known_of_their_runs(monkeypatch: pytest.MonkeyPatch) -> None:

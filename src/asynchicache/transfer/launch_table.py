@@ -133,7 +133,7 @@ def _tracks(
     by_layer: dict[int, list[tuple[str, ItemShape, int, int]]] = {}
     for pool, layers, source, destination in tensors:
         shape = ItemShape.of(source, destination)
-        for local, layer in enumerate(layers):
+        for local, layer in enumerate(layers if shape.unit_bytes else ()):
             starts = (_start(source, local), _start(destination, local))
             by_layer.setdefault(layer, []).append((pool, shape, *starts))
     tracks: dict[_Track, list[_LayerSpan]] = {}
