@@ -14,7 +14,7 @@ ARGS    ?=
 DOCS_TOOLS := "mkdocs-material>=9.6,<10" "mkdocs>=1.6,<2"  # the extra `docs`
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev docs engines demo test lab-test coverage mutants house check lint types layers wheel soak gpu bench conformance engines-e2e clean
+.PHONY: help setup dev docs engines demo test lab-test coverage mutants house check lint types layers wheel soak gpu bench conformance engines-e2e release release-check clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 15
@@ -122,7 +122,10 @@ build/docs-env/.installed: pyproject.toml
 	@touch $@
 
 # Takes minutes: a clean environment for each Python, with torch. Like `make setup` it takes PIP_EXTRA_INDEX_URL.
-release-check:  ## build sdist and wheel, and install and use them in clean environments of Python 3.11 to 3.13
+release: ARGS := --to build/release $(ARGS)
+release: release-check  ## the same, and what is published: files, hashes, a lock and a bill of materials, in build/release
+
+release-check:  ## build sdist and wheel, and install and use them in clean environments of Python 3.11 to 3.14
 	$(PYTHON) scripts/release_check.py $(ARGS)
 
 bench: $(TEST)  ## the benchmarks; BENCHES="tree stall" picks some

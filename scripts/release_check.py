@@ -1,14 +1,17 @@
-"""What `make release-check` runs: is this checkout a release that could be published today?
+"""What `make release-check` and `make release` run: is this checkout a release that could be published today?
 
 Checks that the version, the changelog and the tag agree, builds the sdist and a wheel from it, and installs
 the wheel in a clean environment of every Python that can be found. There the command line starts, a toy
-engine runs, and chaos finds nothing.
+engine runs, and a trace is replayed. `--to FOLDER` keeps what is published: both files, their hashes, a lock
+of what `[serve]` installs, with hashes, and its bill of materials (CycloneDX).
 """
 # ruff: noqa: S603, T201  # it runs our own commands, and prints for people
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import re
 import shutil
 import subprocess
@@ -19,9 +22,11 @@ import tomllib
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
-MINORS = (11, 12, 13)
+TRACE = ROOT / "tests" / "data" / "traces" / "mooncake_conversation_h1.jsonl.gz"
+MINORS = (11, 12, 13, 14)
 CORE = (
     "asynchicache.cache",
     "asynchicache.cli.parser",
@@ -34,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", action="append", help="only this interpreter; may be given again")
     parser.add_argument("--offline", action="store_true", help="build and check the files, install nothing")
+    parser.add_argument("--to", type=Path, help="keep what is published in this folder")
     options = parser.parse_args(arguments)
     problems = [*texts_that_disagree(ROOT), *tag_problems(ROOT)]
     with tempfile.TemporaryDirectory() as name:
@@ -43,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pythons = [] if options.offline else options.python or list(find_pythons())
         for python in pythons:
             problems += try_wheel(python, wheel, folder)
+        if options.to is not None and not problems:
+            publish(sdist, wheel, options.to.resolve(), folder)
     for problem in problems:
         print(f"NOT OK: {problem}")
     tried = ", ".join(map(str, pythons)) or "no Python"
@@ -133,12 +141,48 @@ def try_wheel(python: str, wheel: Path, folder: Path) -> Iterator[str]:
         _run(environment, "-m", "asynchicache", "--version")
         _run(environment, "-m", "asynchicache", "doctor", "--report")
         _run(environment, "-c", f"import {', '.join(CORE)}")
-        _run(environment, "-m", "asynchicache", "chaos", "--seeds", "2", "--jobs", "1")
+        _run(environment, "-m", "asynchicache", "replay", str(TRACE))
         _run(environment, str(ROOT / "docs" / "examples" / "toy.py"))
     except subprocess.CalledProcessError as error:
         yield f"Python {version}: {' '.join(map(str, error.cmd[1:]))}: {error.stderr or error.stdout}"
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def publish(sdist: Path, wheel: Path, to: Path, folder: Path) -> None:
+    """Put into a folder what a release consists of."""
+    to.mkdir(parents=True, exist_ok=True)
+    for file in (sdist, wheel):
+        shutil.copy(file, to)
+    (to / "NOTES.md").write_text(notes(ROOT), "utf-8")
+    tools = _environment(Path(sys.executable), folder / "tools")
+    _run(tools, "-m", "pip", "install", "--quiet", "cyclonedx-bom")
+    report = folder / "report.json"
+    resolve = ["install", "--quiet", "--dry-run", "--ignore-installed", "--report", str(report)]
+    _run(tools, "-m", "pip", *resolve, "--constraint", str(ROOT / "constraints.txt"), f"{wheel}[serve]")
+    lock = to / "requirements.lock"
+    lock.write_text("".join(sorted(locked(json.loads(report.read_text("utf-8"))))), "utf-8")
+    sbom = ["requirements", str(lock), "--pyproject", str(ROOT / "pyproject.toml")]
+    _run(tools, "-m", "cyclonedx_py", *sbom, "--output-file", str(to / "sbom.cdx.json"))
+    names = sorted(path.name for path in to.iterdir() if path.name != "SHA256SUMS")
+    sums = (f"{hashlib.sha256((to / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
+    (to / "SHA256SUMS").write_text("".join(sums), "utf-8")
+
+
+def notes(root: Path) -> str:
+    """What the changelog says of the version."""
+    changelog = (root / "CHANGELOG.md").read_text("utf-8")
+    of_version = changelog.split(f"\n## {release(root)}", 1)[1].split("\n## ", 1)[0]
+    return of_version.partition("\n")[2].strip() + "\n"
+
+
+def locked(report: dict[str, Any]) -> Iterator[str]:
+    """The lines of a lock, of what pip would install: names, versions, hashes; ours is the wheel itself."""
+    for item in report["install"]:
+        name, version = item["metadata"]["name"], item["metadata"]["version"]
+        if name != "asynchicache":
+            digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
+            yield f"{name}=={version} --hash=sha256:{digest}\n"
 
 
 def _environment(python: Path, folder: Path) -> Path:
