@@ -178,7 +178,7 @@ def test_what_fails_says_why(spans: Spans):
                 await asyncio.gather(loading, return_exceptions=True)
             await cache.drain()
 
-    run_seeded(0, main)
+    run_seeded(3, main)  # of the seeds in which the device fails before the copy is through
     failed = [
         span
         for found in spans.take().values()

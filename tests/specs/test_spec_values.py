@@ -99,10 +99,22 @@ def test_scales_are_shared_like_the_entries_that_they_belong_to() -> None:
     assert quantised.slot_bytes(8) == 2 * 2 + 2 * 4
 
 
-@pytest.mark.parametrize("shape", [(0,), (4, 0), (-1,)])
-def test_tensors_without_bytes_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"tensor 'keys': shape .*: each dimension must be 1 at least"):
-        TensorSpec("keys", (0,), shape, "uint8")
+def states(**widths: int) -> PoolSpec:
+    tensors = tuple(TensorSpec(name, (1,), (width,), "uint8") for name, width in widths.items())
+    return PoolSpec("mamba", tensors, coverage=trailing_pages(1), per_token=False)
+
+
+def test_states_without_bytes_are_left_out() -> None:
+    """A linear attention without a convolution has one of shape (0,)."""
+    assert states(recurrent=8, conv=0) == states(recurrent=8)
+    assert ModelSpec("m", 4, 2, (POOL, states(conv=0))) == ModelSpec("m", 4, 2, (POOL,))
+
+
+def test_pages_without_bytes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tensor 'keys': shape \(0,\) has an empty dimension"):
+        PoolSpec("kv", (TensorSpec("keys", (0,), (0,), "uint8"),))
+    with pytest.raises(ConfigError, match=r"shape \(-1,\) has a negative dimension"):
+        TensorSpec("keys", (0,), (-1,), "uint8")
 
 
 @pytest.mark.parametrize("name", ["", "KV", "../kv", "k v", "kv\n", "é", "²", "a" * 65, 7, None, b"kv"])

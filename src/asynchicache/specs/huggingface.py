@@ -253,8 +253,6 @@ def pools_of_layers(
     """
     found: dict[PoolKind, dict[str, list[_Placed]]] = {}
     for index, part in _covered(model_type, parts):
-        if 0 in part.shape and not part.pool.per_token:
-            continue  # a model without convolutions has no state of one
         same = found.setdefault(part.pool, {}).setdefault(part.tensor, [])
         _check_same(model_type, (index, part), same)
         same.append((index, part))

@@ -57,7 +57,7 @@ class ModelSpec:
         model: name of the model, for people and for the fingerprint, e.g. `qwen3_5`.
         page_size: tokens per page.
         layers: number of layers, including layers without a cache.
-        pools: the pools; the first covers all pages, and the others depend on it.
+        pools: the pools; the first covers all pages, and the others depend on it. Empty pools are dropped.
         identity: everything else that affects cached bytes (head counts, rope, ...), for the fingerprint.
     """
 
@@ -72,6 +72,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         check_fields(self, f"model {self.model!r}: ")
         _check_page_size(self.page_size)
+        object.__setattr__(self, "pools", tuple(pool for pool in self.pools if pool.tensors))
         if not self.pools or self.pools[0].coverage.trailing:
             raise ConfigError(f"model {self.model!r}: the first pool must cover every page")
         by_name = {pool.name: pool for pool in self.pools}

@@ -82,8 +82,8 @@ class TensorSpec:
             raise ConfigError(f"tensor name {self.name!r} must have a letter, such as 'keys'")
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
             raise ConfigError(f"tensor {self.name!r}: layers {self.layers} must be ascending, from 0")
-        if min(self.shape, default=1) < 1:
-            raise ConfigError(f"tensor {self.name!r}: shape {self.shape}: each dimension must be 1 at least")
+        if min(self.shape, default=1) < 0:
+            raise ConfigError(f"tensor {self.name!r}: shape {self.shape} has a negative dimension")
         if self.sections and (min(self.sections) < 0 or self.shape[-1:] != (sum(self.sections),)):
             raise ConfigError(f"tensor {self.name!r}: sections {self.sections} must add up to {self.shape}")
         if self.tokens_per_entry < 1:
@@ -108,7 +108,8 @@ class PoolSpec:
 
     Attributes:
         name: name in keys, statistics and messages; 1 to 64 of a-z, 0-9 and `_`.
-        tensors: tensors of one page (or state); all are mandatory.
+        tensors: tensors of one page (or state); all are mandatory. Empty tensors of a state are dropped, e.g.
+            the convolution's if a model has none; `ModelSpec` drops a pool without tensors.
         coverage: the pages that a prefix needs.
         per_token: True if a slot holds `page_size` tokens, False if it holds one whole state.
         slots_of: the pool whose slots this pool shares (`dsa` shares those of `kv`), or None.
@@ -138,6 +139,10 @@ class PoolSpec:
         names = [tensor.name for tensor in self.tensors]
         if not names or len(set(names)) != len(names):
             raise ConfigError(f"pool {self.name!r}: tensor names {names} must be unique, one at least")
+        for tensor in self.tensors:
+            if self.per_token and not tensor.unit_bytes:
+                raise ConfigError(f"tensor {tensor.name!r}: shape {tensor.shape} has an empty dimension")
+        object.__setattr__(self, "tensors", tuple(tensor for tensor in self.tensors if tensor.unit_bytes))
         if self.coverage.pages is not None and self.coverage.pages < 1:
             raise ConfigError(f"pool {self.name!r}: {self.coverage.pages} trailing pages; 1 at least")
         if not self.per_token and self.coverage.pages != 1:
