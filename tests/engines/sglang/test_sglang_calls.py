@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sglang_checks import HYBRID, Start, crowd_out, reachable
@@ -43,6 +44,10 @@ def test_the_calls_are_those_that_were_recorded(
         target.write_text(json.dumps(calls, indent=1) + "\n")
     known = json.loads(target.read_text())
     assert {call["call"] for call in calls} == {call["call"] for call in known}
-    assert [call["answer"] for call in calls if call["call"] == "lookup"] == [
-        call["answer"] for call in known if call["call"] == "lookup"
-    ]
+    # How many prompts it takes to empty the device depends on when SGLang evicts; all of them miss.
+    assert found(calls) == found(known)
+
+
+def found(calls: list[dict[str, Any]]) -> list[Any]:
+    """What lookups found, in order, without those that found nothing."""
+    return [call["answer"] for call in calls if call["call"] == "lookup" and call["answer"]]
