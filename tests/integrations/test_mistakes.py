@@ -115,12 +115,6 @@ def append_to_the_end(bed: Bed) -> None:
     bed.request.append([1])
 
 
-async def open_twice(open_it: Callable[[Any], object]) -> None:
-    model = tiny_model(NAME)
-    async with PrefixCachedModel.open(model, page_size=PAGE, config=SLOTS):
-        await done(lambda: open_it(model))
-
-
 def record_twice(bed: Bed) -> None:
     for name in ("trace", "./trace"):
         bed.cache.record(name)
@@ -272,14 +266,6 @@ BEFORE_IT: dict[str, tuple[Callable[[], object], str]] = {
         lambda: entered(PrefixCachedModel.open(tiny_model(NAME), spec="qwen")),
         "ModelSpec.from_config(model.config)",
     ),
-    "opened twice": (
-        lambda: open_twice(lambda model: entered(PrefixCachedModel.open(model, page_size=PAGE))),
-        "is open already",
-    ),
-    "opened, and to generate": (
-        lambda: open_twice(lambda model: entered_by_with(prefix_cached(model, page_size=PAGE))),
-        "is open already",
-    ),
     "limit of text": (
         lambda: entered(PrefixCachedModel.open(tiny_model(NAME), max_running="3")),
         "max_running '3': expected int",
@@ -367,3 +353,21 @@ async def test_an_option_of_a_generation(options: dict[str, Any], cure: str) -> 
         with pytest.raises(CacheError) as caught:
             served.generate(PROMPT, **({"max_new_tokens": 2} | options))
     assert cure in str(caught.value)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda model: entered(PrefixCachedModel.open(model, page_size=PAGE, config=SLOTS)),
+        lambda model: entered_by_with(prefix_cached(model, page_size=PAGE, config=SLOTS)),
+    ],
+    ids=["served", "generate"],
+)
+async def test_a_model_that_is_opened_twice_is_told_of(again, caplog: pytest.LogCaptureFixture):
+    """It works, and after a cancelled opening it has to: nobody could close that one."""
+    model = tiny_model(NAME)
+    async with PrefixCachedModel.open(model, page_size=PAGE, config=SLOTS):
+        assert caplog.text == ""
+        await done(lambda: again(model))
+    assert "opened before and not closed" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -27,6 +28,8 @@ from asynchicache.ranks.group import RankGroup
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.types import check_number
+
+logger = logging.getLogger(__name__)
 
 _PAGE_SIZE = 64
 _OPEN: WeakSet[PreTrainedModel] = WeakSet()
@@ -214,7 +217,7 @@ async def open_prefill_runner(
     Raises:
         RankError: a rank of the group does not fit it, or is missing.
         UnsupportedModelError: a layer of the model has no pool.
-        ConfigError: options contradict each other or the model; or the model is open already.
+        ConfigError: options contradict each other or the model.
         CapacityError, StorageError: as of `HybridCache.open`.
     """
     config = config or CacheConfig(device=str(model.device))
@@ -231,10 +234,11 @@ async def open_prefill_runner(
     check_model(model, config, spec)
     if prefill_chunk < 1:
         raise ConfigError(f"prefill_chunk {prefill_chunk} must be 1 token at least")
-    if model in _OPEN:
-        raise ConfigError(
-            f"this {type(model).__name__} is open already, and two threads would compute with it: use the "
-            "first opening, which serves many requests, or close it before"
+    if model in _OPEN:  # no error: whoever was cancelled, or whose loop is gone, could never open it again
+        logger.warning(
+            "this %s was opened before and not closed: two threads compute with it, each behind its own "
+            "cache. One opening serves many requests",
+            type(model).__name__,
         )
     _OPEN.add(model)
     stack.callback(_OPEN.discard, model)
