@@ -52,7 +52,7 @@ _HYBRID = (
 _FIRST = PoolSpec("kv", tuple(TensorSpec(name, (0, 1, 2, 3), (64,), "uint8") for name in ("keys", "values")))
 
 
-class Case(NamedTuple):
+class CountedLoad(NamedTuple):
     """A load in groups of one layer.
 
     Attributes:
@@ -67,9 +67,9 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("attention", (_PAGES,), 32),
-    Case("attention", (_PAGES,), 512),
-    Case("hybrid, four tensors", _HYBRID, 64),
+    CountedLoad("attention", (_PAGES,), 32),
+    CountedLoad("attention", (_PAGES,), 512),
+    CountedLoad("hybrid, four tensors", _HYBRID, 64),
 )
 
 
@@ -162,7 +162,7 @@ async def run_host(options: HostOptions, advance: Advance = lambda done, of: Non
 Pair: TypeAlias = tuple[float, float]
 
 
-async def _load(case: Case, calls: CountedCalls, *, busy: bool) -> tuple[Pair, Pair]:
+async def _load(case: CountedLoad, calls: CountedCalls, *, busy: bool) -> tuple[Pair, Pair]:
     """Medians, a layer: microseconds on the clock and of the processor; driver calls, and those that released
     the lock."""
     async with _open(case.pools, LAYERS, 2 * case.pages) as (transfers, port):

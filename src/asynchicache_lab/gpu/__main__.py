@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from asynchicache_lab.gpu.parts import PARTS, steps
-from asynchicache_lab.gpu.report import Report, present
+from asynchicache_lab.gpu.report import GpuReport, present
 from asynchicache_lab.gpu.steps import run
 
 PART_SECONDS = 560
@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("gpu-report"), help="where the report is written")
     given = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what dies here would write gigabytes
-    report = Report(given.folder)
+    report = GpuReport(given.folder)
     for part in [given.part] if given.part else PARTS:
         run_part(report, part, dry=given.dry)
     report.write()
@@ -33,7 +33,7 @@ def main() -> int:
     return 0 if report.ok else 1
 
 
-def run_part(report: Report, part: str, *, dry: bool) -> None:
+def run_part(report: GpuReport, part: str, *, dry: bool) -> None:
     """Every step within what is left of the part's time; without a GPU only a look, unless it is dry."""
     log, end = report.begin(part), time.monotonic() + PART_SECONDS
     for step in steps(part, dry=dry):

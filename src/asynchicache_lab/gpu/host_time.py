@@ -36,7 +36,7 @@ ROUNDS, WARM = 12, 2
 FUNCTIONS = 12
 
 
-class Case(NamedTuple):
+class TimedLoad(NamedTuple):
     """One load.
 
     Attributes:
@@ -54,14 +54,14 @@ class Case(NamedTuple):
     layers: int
 
 
-def cases(device: str) -> Iterator[Case]:
+def cases(device: str) -> Iterator[TimedLoad]:
     paths = list(CopyPath) if device == "cpu" else [CopyPath.BATCH, CopyPath.KERNEL]
     for busy, nbytes, path, pages in product((False, True), LAYER_BYTES, paths, PAGES):
         if nbytes // pages >= 4096 and (device != "cpu" or nbytes <= LAYER_BYTES[0]):
-            yield Case(busy, nbytes, pages, path, 48 if nbytes < LAYER_BYTES[-1] else 16)
+            yield TimedLoad(busy, nbytes, pages, path, 48 if nbytes < LAYER_BYTES[-1] else 16)
 
 
-async def measure(case: Case, device: str, rounds: int) -> None:
+async def measure(case: TimedLoad, device: str, rounds: int) -> None:
     tensor = TensorSpec("pages", tuple(range(case.layers)), (case.layer_bytes // case.pages,), "uint8")
     port, pool = SubmitPort(), PoolSpec("kv", (tensor,))
     async with open_rig(pool, 1, case.pages, device=device, path=case.path, group_bytes=1, port=port) as rig:

@@ -23,7 +23,7 @@ from asynchicache_lab.gpu.steps import Ran
 _FILE = "gpu.json"
 
 
-class Report:
+class GpuReport:
     """What was found so far, in a folder.
 
     Attributes:

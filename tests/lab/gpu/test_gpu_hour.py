@@ -21,7 +21,7 @@ from asynchicache_lab.bench.transfer import POOLS as TRANSFER_POOLS
 from asynchicache_lab.gpu import __main__ as hour
 from asynchicache_lab.gpu import parts, steps
 from asynchicache_lab.gpu.goals import POOLS, SMALL_POOLS, bench_goals, goals
-from asynchicache_lab.gpu.report import Report, present
+from asynchicache_lab.gpu.report import GpuReport, present
 from asynchicache_lab.gpu.steps import Ran, Step, run
 
 ROOT = Path(__file__).parents[3]
@@ -240,11 +240,11 @@ hour.main()
 
 
 def test_what_was_found_is_on_disk_after_each_step_and_parts_add_up(tmp_path: Path) -> None:
-    first = Report(tmp_path)
+    first = GpuReport(tmp_path)
     first.begin("one")
     first.add("one", Ran(name="first", ok=False, seconds=1.0, detail="[it] broke", rows=[{"a": 1}]))
 
-    later = Report(tmp_path)
+    later = GpuReport(tmp_path)
     later.begin("two")
     later.add("two", Ran(name="second", ok=True, seconds=1.0, detail="", rows=[]))
 
