@@ -15,9 +15,9 @@ from asynchicache.events import PagesStored
 from asynchicache.hashing import namespace_seed, page_digests
 from asynchicache.testing.oracle import ByteOracle
 from asynchicache.testing.specs import synthetic_spec
-from asynchicache.testing.tokens import TokenOracle
 from asynchicache.tree.node import FULL
 from asynchicache.types import token_array
+from cache.token_oracle import TokenOracle
 
 PAGE = 4
 

@@ -18,7 +18,7 @@ from asynchicache.tree import tier_copies
 from asynchicache.tree.components import WindowComponent
 from asynchicache.tree.node import ABSENT, FULL, FULL_HOST, Locks, Node, place_of
 from asynchicache.tree.tier_copies import CopyRequest
-from asynchicache.types import Direction, MissReason, PoolTransfer, Tier
+from asynchicache.types import Direction, PoolTransfer, Tier
 
 NamedPages = Mapping[str, Sequence[int | None]]
 """By pool that owns slots, the engine's pages for the last pages of a prefix, in order. None skips a page."""
@@ -296,11 +296,6 @@ class EnginePlanner:
                 self._tree.supersede(end, component.id)
         publishes = self._backups.last_due(end)
         return [Copy(Direction.BACKUP, transfers, tier_copy, publishes=publishes)]
-
-
-def miss_all(request: RequestState) -> None:
-    """Mark a request as one that gets nothing, after a device failure."""
-    request.loaded, request.hit_pages, request.reason = True, 0, MissReason.TRANSFER_FAILED
 
 
 def _pages(part: Node, paged: bool) -> range:
