@@ -24,7 +24,7 @@ from asynchicache import cuda_driver
 from asynchicache.cuda_driver import Libraries
 from asynchicache.streams import cuda
 
-ILLEGAL_ADDRESS, INVALID_CONTEXT, INVALID_HANDLE = 700, 201, 400
+OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE, ILLEGAL_ADDRESS = 2, 201, 400, 700
 
 
 class PlayedCuda:
@@ -33,6 +33,7 @@ class PlayedCuda:
     Attributes:
         contexts: devices that have one.
         calls_left: that succeed; no later one does, as after an error of a kernel.
+        refused: functions of the driver that do nothing, for want of memory.
         asked: names of calls and contexts, in their order.
         released: names of driver calls for which the GIL was released.
         runs: of batches, how many.
@@ -43,6 +44,7 @@ class PlayedCuda:
     def __init__(self) -> None:
         self.contexts: set[int] = set()
         self.calls_left = sys.maxsize
+        self.refused: set[str] = set()
         self.asked: list[str] = []  # threads append at once, and could not count
         self.released: list[str] = []
         self.runs: list[int] = []
@@ -224,11 +226,11 @@ class PlayedCuda:
         return Libraries(long, short)
 
     def _short(self, name: str, *arguments: object) -> int:
-        return getattr(self, name)(*arguments)
+        return OUT_OF_MEMORY if name in self.refused else getattr(self, name)(*arguments)
 
     def _long(self, name: str, *arguments: object) -> int:
         self.released.append(name)
-        return getattr(self, name)(*arguments)
+        return self._short(name, *arguments)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put it in the place of `torch.cuda`'s."""
@@ -267,7 +269,7 @@ class PlayedStream:
 
     def synchronize(self) -> None:
         with self.runtime.on(self.device.index):
-            self.runtime.call()
+            self.runtime.call("drain")
 
     def query(self) -> bool:
         with self.runtime.on(self.device.index):

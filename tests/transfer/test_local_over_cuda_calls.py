@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import FrameType, NoneType, SimpleNamespace
@@ -174,6 +174,53 @@ async def test_a_refused_copy_costs_its_transfer_and_its_path(
     assert [record.message for record in caplog.records] == [
         f"pool kv: no more copies by {path.value}: {error}"
     ]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("call", ["cuEventCreate", "cuEventRecord"])
+async def test_without_events_the_host_waits_for_the_stream(
+    runtime: PlayedCuda, operation: Callable[..., CacheOperation], call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, outcomes = CudaDevice(0), list[BaseException | None]()
+    async with _open(device) as transfers:
+        runtime.refused = {call}
+        for direction in (Direction.BACKUP, Direction.LOAD):
+            await transfers.submit(operation(direction, kv=([0], [0])), done=outcomes.append)
+
+    assert outcomes == [None, None]
+    assert runtime.counted["drain"] >= 1 + 3, "of the backup, and of each group of the load"
+    assert [record.message for record in caplog.records] == [
+        f"cpu: the host waits where streams should: {call} returned error 2"
+    ]
+
+
+def test_a_wait_that_is_refused_is_the_hosts(runtime: PlayedCuda) -> None:
+    device = CudaDevice(0)
+    stream, event = device.stream("ours"), device.event()
+    stream.record(event)
+    runtime.refused = {"cuStreamWaitEvent"}
+
+    stream.wait_event(event)
+
+    assert runtime.asked[-1] == "synchronize"
+    assert device.error is None
+    device.close()
+
+
+@pytest.mark.asyncio
+async def test_a_question_that_is_refused_costs_its_transfer_alone(
+    runtime: PlayedCuda, operation: Callable[..., CacheOperation]
+) -> None:
+    """Whose pages the device may still write to, for all that is known."""
+    device, outcomes = CudaDevice(0), list[BaseException | None]()
+    async with _open(device) as transfers:
+        for refused in ({"cuEventQuery"}, set[str]()):
+            runtime.refused = refused
+            with suppress(TransferError):
+                await transfers.submit(operation(Direction.LOAD, kv=([0], [0])), done=outcomes.append)
+
+    assert [type(outcome) for outcome in outcomes] == [CallRefusedError, NoneType]
+    assert device.error is None
 
 
 @pytest.mark.asyncio

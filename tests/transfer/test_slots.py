@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asynchicache.cuda_driver import CudaDriver
-from asynchicache.errors import DeviceError
+from asynchicache.errors import CallRefusedError, DeviceError
 from asynchicache.transfer import slots
 from asynchicache.transfer.slots import SlotRing
 
@@ -28,6 +28,11 @@ class _Event:
 class _Broken(_Event):
     def query(self) -> bool:
         raise DeviceError("cuda:0 failed")
+
+
+class _Silent(_Event):
+    def query(self) -> bool:
+        raise CallRefusedError("cuEventQuery returned error 2")
 
 
 @pytest.fixture
@@ -112,6 +117,17 @@ def test_room_comes_back_when_the_last_work_has_run(uploads: list[tuple[int, int
     last.end(_Broken())
     assert ring.reserve(SIZE) is not None, "a device that failed reads nothing"
     assert ring.reserve(SIZE + 1) is None
+
+
+def test_a_region_of_which_the_driver_does_not_say_that_it_is_over_is_kept(
+    uploads: list[tuple[int, int, int, int]],
+) -> None:
+    ring = _ring()
+    region = ring.reserve(SIZE)
+    assert region is not None
+    region.end(_Silent())
+
+    assert ring.reserve(1) is None
 
 
 def test_without_memory_for_a_ring_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

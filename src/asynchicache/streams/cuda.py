@@ -6,6 +6,7 @@ holds it waits inside the driver. Threads that block on events report completion
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from asynchicache.streams.waiter import EventWaiter, Reached
 P = ParamSpec("P")
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
 
 _idle: dict[tuple[int, bool], deque[torch.cuda.Stream]] = defaultdict(deque)
 """By GPU and urgency, streams of closed devices, on which nothing is enqueued. None is destroyed, as torch's
@@ -65,6 +67,7 @@ class CudaDevice:
         self._waiters: dict[tuple[CudaStream, bool], EventWaiter] = {}
         self._spare: deque[int] = deque()
         self._maker: CudaStream | None = None
+        self._told_refused = False
         self._closed = False
         self.thread = _Thread()
 
@@ -134,12 +137,19 @@ class CudaDevice:
             return bool(self.attempt(torch.cuda.is_current_stream_capturing))
 
     def _spare_event(self) -> int:
-        """An unused event; 0 if the device has failed, as all calls then do. Making and destroying one takes
-        the context's lock, so they are reused."""
+        """An unused event; 0 if the driver makes none. Making and destroying one takes the context's lock, so
+        they are reused."""
         try:
             return self._spare.pop()
         except IndexError:
+            return self._new_event()
+
+    def _new_event(self) -> int:
+        try:
             return self.ask(self.driver.make_event) or 0
+        except CallRefusedError as error:  # for want of memory, say
+            self.tell_refused(error)
+            return 0
 
     def reuse(self, handle: int) -> None:
         """Keep an event whose last user is gone for the next `event`; from any thread.
@@ -263,14 +273,24 @@ class CudaDevice:
         The device is the thread's current one during the call: on a new thread a runtime call would otherwise
         create a context on GPU 0, hundreds of MiB of its memory, even for an event of GPU 1; and the default
         stream is the current device's.
+
+        Raises:
+            CallRefusedError: the driver did not do it, and the device goes on.
         """
-        if self.thread.ours:
-            try:  # as `attempt`, for a call that is made for every layer
-                return call(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - the boundary of the driver
-                self._fail(error)
-                return None
-        return self.attempt(partial(self._beside, partial(call, *args, **kwargs)))
+        try:  # as `attempt`, for a call that is made for every layer
+            return call(*args, **kwargs) if self.thread.ours else self._beside(partial(call, *args, **kwargs))
+        except CallRefusedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary of the driver
+            self._fail(error)
+            return None
+
+    def tell_refused(self, error: CallRefusedError) -> None:
+        """Warn, once, that the driver does not let streams wait for one another."""
+        with self._lock:
+            told, self._told_refused = self._told_refused, True
+        if not told:
+            logger.warning("%s: the host waits where streams should: %s", self.name, error)
 
     def _beside(self, call: Callable[[], T]) -> T:
         with self.here(), relaxed_capture_mode():
@@ -390,11 +410,18 @@ class CudaStream:
             self.graph.records.append(own)
 
     def put(self, event: CudaEvent) -> None:
-        """Record an event, without a check and without noting it."""
-        if event.torch_event is None:
-            self.device.ask(self.device.driver.record, event.handle, self.handle)
-        else:
+        """Record an event, without a check and without noting it. If the driver makes or records none, this
+        blocks until the stream has got there, so that none is missed."""
+        if event.torch_event is not None:
             self.device.attempt(event.torch_event.record, self.torch_stream)
+        elif not event.handle:
+            self.synchronize()
+        else:
+            try:
+                self.device.ask(self.device.driver.record, event.handle, self.handle)
+            except CallRefusedError as error:
+                self.device.tell_refused(error)
+                self.synchronize()
 
     def wait_event(self, event: Event) -> None:
         """Make everything enqueued later wait for the latest record of `event`; does not block.
@@ -409,11 +436,19 @@ class CudaStream:
         elif not own.recorded and not self._captured():
             raise RequestStateError(f"stream {self.name} waits for an event that was never recorded")
         if own.torch_event is None:
-            self.device.ask(self.device.driver.wait, self.handle, own.handle)
+            self._wait_for(own)
         else:
             # Torch makes it an external wait if this thread's current stream is captured, as it is within
             # `capture` and within `torch.cuda.graph`.
             self.device.attempt(self.torch_stream.wait_event, own.torch_event)
+
+    def _wait_for(self, event: CudaEvent) -> None:
+        try:
+            if event.handle:
+                self.device.ask(self.device.driver.wait, self.handle, event.handle)
+        except CallRefusedError as error:
+            self.device.tell_refused(error)
+            self.device.ask(self.device.driver.synchronize, event.handle)
 
     def synchronize(self) -> None:
         """Block this thread until everything enqueued has run; an error fails the device."""
@@ -457,7 +492,8 @@ class CudaStream:
 class CudaEvent:
     """A blocking event: a thread that waits for it sleeps instead of spinning on the driver's lock.
 
-    An external one is torch's, which alone records it in graphs.
+    An external one is torch's, which alone records it in graphs. One without a handle, where the driver made
+    none, has been reached once it is recorded.
     """
 
     __slots__ = ("device", "external", "handle", "recorded", "torch_event")
@@ -477,7 +513,7 @@ class CudaEvent:
         """Whether the latest record has been reached; True if there is none.
 
         Raises:
-            DeviceError: the device failed.
+            DeviceError: the device failed, or the driver does not say.
         """
         reached = not self.recorded or self._ask("query")
         self.device.check()
@@ -496,7 +532,7 @@ class CudaEvent:
     def _ask(self, name: Literal["query", "synchronize"]) -> object:
         if self.torch_event is not None:
             return self.device.ask(getattr(self.torch_event, name))
-        return self.device.ask(getattr(self.device.driver, name), self.handle)
+        return not self.handle or self.device.ask(getattr(self.device.driver, name), self.handle)
 
 
 class CudaGraph:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from asynchicache.cuda_driver import CudaDriver
-from asynchicache.errors import DeviceError
+from asynchicache.errors import CallRefusedError, DeviceError
 from asynchicache.streams.base import Event
 from asynchicache.transfer.plan import Slots
 
@@ -126,5 +126,7 @@ class _RingRegion:
             return self._ended
         try:
             return self._event.query()
+        except CallRefusedError:
+            return False  # not told: another time
         except DeviceError:  # the GPU runs nothing any more
             return True
