@@ -8,13 +8,13 @@ Here every import counts, wherever it stands.
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 import asynchicache
+from house.sources import nodes, parse, shipped
 
 PACKAGE = Path(asynchicache.__path__[0])
 
@@ -24,25 +24,19 @@ KNOWN: set[str] = set()
 
 def sources() -> dict[str, str]:
     """The source of every shipped module, by name; a package's name stands for its `__init__`."""
-    found = {}
-    for folder, _, names in os.walk(PACKAGE, followlinks=True):
-        for name in names:
-            if name.endswith(".py"):
-                parts = Path(folder, name).relative_to(PACKAGE).with_suffix("").parts
-                module = ".".join(["asynchicache", *parts]).removesuffix(".__init__")
-                found[module] = Path(folder, name).read_text()
-    return found
+    return {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): source
+        for path, source in shipped(PACKAGE).items()
+    }
 
 
 def imports(modules: Mapping[str, str]) -> dict[str, set[str]]:
     """By module, which others of `modules` it imports; also for annotations only, and within functions."""
-    return {
-        name: set(_imported(ast.parse(source))) & (set(modules) - {name}) for name, source in modules.items()
-    }
+    return {name: set(_imported(parse(source))) & (set(modules) - {name}) for name, source in modules.items()}
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:

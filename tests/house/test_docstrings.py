@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import asynchicache
+from house.sources import nodes, parse, shipped
 
 PACKAGE = Path(asynchicache.__path__[0])
 SECTION = re.compile(r"^( *)(Args|Attributes):\n((?:\1 {4,}.*\n|\s*\n)+)", re.MULTILINE)
@@ -44,7 +45,7 @@ def attributes(node: ast.ClassDef) -> set[str]:
 
 
 def strangers(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, Function):
             known, section = arguments(node), "Args"
         elif isinstance(node, ast.ClassDef) and not node.bases:
@@ -58,10 +59,9 @@ def strangers(tree: ast.Module) -> Iterator[str]:
 
 def test_docstrings_name_what_is_there() -> None:
     found = [
-        f"{folder.name}/{path.relative_to(folder)}: {words}"
-        for folder in (PACKAGE, *(one.resolve() for one in PACKAGE.iterdir() if one.is_symlink()))
-        for path in sorted(folder.rglob("*.py"))
-        for words in strangers(ast.parse(path.read_text()))
+        f"{path.relative_to(PACKAGE)}: {words}"
+        for path, source in shipped(PACKAGE).items()
+        for words in strangers(parse(source))
     ]
     assert found == []
 

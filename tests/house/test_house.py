@@ -10,6 +10,9 @@ from types import ModuleType
 
 import pytest
 
+import forking
+from house.sources import parse
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "house.py"
 
@@ -31,7 +34,7 @@ def parsed(**sources: str) -> dict[str, ast.Module]:
 
 
 def test_one_class_name_is_one_thing(house: ModuleType) -> None:
-    trees = {name: ast.parse(path.read_text()) for name, path in house.modules_of(ROOT).items()}
+    trees = {name: parse(path.read_text("utf-8")) for name, path in house.modules_of(ROOT).items()}
 
     assert house.shared_names(trees) == {}
 
@@ -110,7 +113,11 @@ def test_a_checkout_is_counted(house: ModuleType, tmp_path: Path, capsys: pytest
     assert (figures["files"], figures["lines"], figures["lines of code"]) == (3, 3, 2)
 
 
-def test_four_pages_are_followed_to_a_file_and_back(house: ModuleType) -> None:
+def test_four_pages_are_followed_to_a_file_and_back(
+    house: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(house.subprocess, "run", lambda words, *, env, **_: forking.run(words[1:], env=env))
+
     figures = house.trace(ROOT, details=True)
 
     assert any(name.startswith("backends/file/") for name in figures["functions"])

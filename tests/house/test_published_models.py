@@ -7,6 +7,7 @@ import importlib.util
 import re
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +21,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 pytestmark = pytest.mark.skipif(not SCRIPTS.exists(), reason="a source distribution has no scripts")
 
 
+@cache
 def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None

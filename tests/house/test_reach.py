@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import asynchicache
 from cache import test_tenants
+from house.sources import nodes, parse, shipped
 
 SOURCE = Path(asynchicache.__path__[0])
 
@@ -22,14 +24,15 @@ def files_with(pattern: str) -> list[str]:
     """Files of the library in which a name of the code, not of a comment or docstring, matches."""
     return [
         str(path.relative_to(SOURCE))
-        for path in sorted(SOURCE.rglob("*.py"))
-        if any(re.fullmatch(pattern, name) for name in _names(ast.parse(path.read_text())))
+        for path, source in shipped(SOURCE).items()
+        if any(re.fullmatch(pattern, name) for name in _names(parse(source)))
     ]
 
 
+@cache
 def _names(tree: ast.Module) -> set[str]:
     found = set[str]()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) | ast.arg(arg=name):
                 found.add(name)

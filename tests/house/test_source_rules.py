@@ -7,15 +7,14 @@ that each one can fail.
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 import asynchicache
 import asynchicache_lab
+from house.sources import nodes, parse, shipped
 
 Rule = Callable[[ast.Module, str], list[str]]
 
@@ -70,7 +69,7 @@ def no_abstract_stubs(tree: ast.Module, source: str) -> list[str]:
 
 def no_blind_except(tree: ast.Module, source: str) -> list[str]:
     """A handler names what it expects. To tidy up and raise again is no handling."""
-    handlers = (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler))
+    handlers = (node for node in nodes(tree) if isinstance(node, ast.ExceptHandler))
     return [f"line {one.lineno}: catches everything" for one in handlers if _is_blind(one)]
 
 
@@ -86,7 +85,7 @@ def no_long_file(tree: ast.Module, source: str) -> list[str]:
 
 
 def no_long_function(tree: ast.Module, source: str) -> list[str]:
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    functions = (node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     lengths = ((one.name, (one.end_lineno or one.lineno) - one.lineno + 1) for one in functions)
     return [
         f"{name}: {length} lines, above {MAX_FUNCTION_LINES}"
@@ -100,7 +99,7 @@ def no_equal_records(tree: ast.Module, source: str) -> list[str]:
     that look alike are two, and a list would remove the wrong one."""
     decorators = [
         decorator
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.ClassDef)
         for decorator in node.decorator_list
         if ast.unparse(decorator).startswith("dataclass")
@@ -115,7 +114,7 @@ def no_equal_records(tree: ast.Module, source: str) -> list[str]:
 def no_wrapper_by_hand(tree: ast.Module, source: str) -> list[str]:
     """What wraps a storage engine is an `EngineWrapper`, which passes on the verbs that it does not know."""
     found = []
-    for node in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+    for node in (node for node in nodes(tree) if isinstance(node, ast.ClassDef)):
         methods = {
             one.name: one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
         }
@@ -130,7 +129,7 @@ def no_insides(tree: ast.Module, source: str) -> list[str]:
     """The laboratory looks at the library as anybody may: by public names, and patches nothing. Bugs are
     planted in tests."""
     found = [f"line {node.lineno}: {name}" for node, name in _names(tree) if name in PATCHING]
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
             own = ast.unparse(node.value) in ("self", "cls", "super()")
             if not own and node.attr not in PUBLIC_THOUGH_PRIVATE:
@@ -144,7 +143,7 @@ def no_insides(tree: ast.Module, source: str) -> list[str]:
 
 def _names(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.alias, str]]:
     """Every name that is read, looked up on something, or imported."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Name):
             yield node, node.id
         elif isinstance(node, ast.Attribute):
@@ -176,14 +175,12 @@ EXCUSED: dict[Rule, set[str]] = {
 RULES = pytest.mark.parametrize("rule", EXCUSED, ids=lambda rule: rule.__name__)
 
 
-def shipped_files() -> Iterator[Path]:
-    """The modules of both packages, those behind the links to kernels and backends included, each once."""
+def shipped_files() -> Iterator[tuple[str, str]]:
+    """The modules of both packages by name, and their source."""
     for package in PACKAGES:
-        for folder, _, names in os.walk(package, followlinks=True):
-            yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
-
-
-parse = cache(ast.parse)  # every rule looks at every file
+        yield from (
+            (path.relative_to(SOURCE).as_posix(), source) for path, source in shipped(package).items()
+        )
 
 
 def objections(rule: Rule, source: str) -> list[str]:
@@ -193,16 +190,15 @@ def objections(rule: Rule, source: str) -> list[str]:
 @RULES
 def test_every_shipped_file_keeps_the_rule(rule: Rule) -> None:
     found = {}
-    for path in shipped_files():
-        name = path.relative_to(SOURCE).as_posix()
+    for name, source in shipped_files():
         if name not in EXCUSED[rule] and (rule is not no_insides or name.startswith("asynchicache_lab/")):
-            found[name] = objections(rule, path.read_text())
+            found[name] = objections(rule, source)
 
     assert {name: words for name, words in found.items() if words} == {}
 
 
 def test_the_walk_reaches_both_linked_folders() -> None:
-    names = {path.relative_to(SOURCE).as_posix() for path in shipped_files()}
+    names = {name for name, _ in shipped_files()}
 
     wanted = {"errors.py", "kernels/__init__.py", "backends/__init__.py", "tree/radix_tree.py"}
     assert {f"asynchicache/{name}" for name in wanted} <= names
