@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest_asyncio
 from openai import NotFoundError
 from prometheus_client.parser import text_string_to_metric_families
 
+from asynchicache.integrations.serve.api import ServedModel
 from asynchicache.integrations.serve.description import describe
 from asynchicache.integrations.serve.tokenizers import Conversation
 from asynchicache.types import Tier
@@ -62,6 +65,37 @@ async def test_a_stream_is_the_same_text_in_pieces(server: Running) -> None:
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
     assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_each_chunk_of_a_stream_may_have_the_counts_so_far(server: Running) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    fields = body(stream=True, stream_options=options, max_tokens=None, max_completion_tokens=3)
+    chunks = await streamed(server, "/v1/completions", fields)
+
+    counted = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counted == sorted(counted)
+    assert (counted[0], counted[-1]) == (1, 3)
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {120}
+
+
+async def streamed(server: Running, path: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chunks of a stream, from bytes: no client drops what it does not know."""
+    text = (await server.http.post(path, json=fields)).text
+    return [json.loads(line[6:]) for line in text.split("\n\n") if line and not line.endswith("[DONE]")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cached_tokens_are_told_by_tier_as_sglang_does(server: Running, stream: bool) -> None:
+    prompt = f"tiers {stream} " + PROMPT
+    fields = body(prompt=prompt, stream=stream, return_cached_tokens_details=True)
+    hit = len(prompt) // PAGE * PAGE
+    for cached_tokens in (0, hit):
+        if stream:
+            chunks = await streamed(server, "/v1/completions", fields)
+            (told,) = [chunk["sglext"] for chunk in chunks if "sglext" in chunk and chunk["choices"]]
+        else:
+            told = (await server.http.post("/v1/completions", json=fields)).json()["sglext"]
+        assert told == {"cached_tokens_details": {"device": cached_tokens, "host": 0, "storage": 0}}
 
 
 async def test_a_conversation_resumes_where_its_last_turn_ended(server: Running) -> None:
@@ -161,6 +195,25 @@ async def test_the_model_is_listed(server: Running) -> None:
         await server.openai.models.retrieve("gpt")
 
 
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("m", True),
+        ("models/x", True),
+        ("./models/x/", True),
+        (str(Path.cwd() / "models/x"), True),
+        ("x", False),
+        ("models", False),
+        ("", False),
+    ],
+)
+async def test_a_checkpoint_is_called_by_its_folder_too(name: str, known: bool) -> None:
+    served = ServedModel(
+        "m", LOADED.tokenizer, 256, frozenset(), 2048, answer_tokens=16, folder=Path("./models/x")
+    )
+    assert served.is_called(name) == known
+
+
 async def test_health_tells_what_is_going_on(server: Running) -> None:
     answer = await server.http.get("/health")
     assert answer.status_code == 200
@@ -176,8 +229,8 @@ async def test_each_request_is_a_line_of_the_log(server: Running, caplog: pytest
         await server.http.post("/v1/completions", json=body(n=2))
         await server.http.get("/no%0Aline")
         for refused in (
-            {"max_completion_tokens": 3, "secret\n": 1},
-            {"stream_options": {"continuous_usage_stats": True}},
+            {"max_completion_tokens": 3, "max_secret": 1},
+            {"stream_options": {"continuous": True}},
             {"cache_hint": {"forever": 1}},
             {"temperature": 3},
             {"prompt": [7, -1]},
@@ -203,8 +256,8 @@ async def test_each_request_is_a_line_of_the_log(server: Running, caplog: pytest
     flag = "is not known: leave it out, or serve with --ignore-unknown-fields"
     reasons = [line.split(" s; ")[1] for line in lines[3:]]
     assert reasons[:3] == [
-        f"max_completion_tokens {flag}",
-        f"stream_options.continuous_usage_stats {flag}",
+        f"max_secret {flag}",
+        f"stream_options.continuous {flag}",
         f"cache_hint.forever {flag}",
     ]
     for reason, field in zip(

@@ -46,6 +46,9 @@ def test_what_changes_nothing_is_taken() -> None:
         response_format={"type": "text"},
         user="u",
         metadata={"a": "b"},
+        conversation_id="7",
+        skip_special_tokens=True,
+        lora_path="",
     )
     assert request == chat()
 
@@ -53,6 +56,7 @@ def test_what_changes_nothing_is_taken() -> None:
 def test_both_names_of_the_limit_are_known() -> None:
     assert chat(max_tokens=3).limit == 3
     assert chat(max_tokens=3, max_completion_tokens=4).limit == 4
+    assert completion(max_tokens=3, max_completion_tokens=4).limit == 4
     assert chat().limit is None
 
 

@@ -8,6 +8,7 @@ from asynchicache.integrations.serve.replies import ApiFinishReason, Usage
 from asynchicache.integrations.serve.stops import StopStrings
 from asynchicache.integrations.serve.tokenizers import Detokenizer
 from asynchicache.integrations.transformers.generation import Generation
+from asynchicache.types import Tier
 
 
 class Answer:
@@ -68,4 +69,5 @@ class Answer:
     def usage(self) -> Usage:
         """Token counts so far."""
         generation = self._generation
-        return Usage(generation.prompt_tokens, self._tokens, generation.cached_tokens)
+        by_tier = {tier.name.lower(): generation.tokens_by_tier.get(tier, 0) for tier in Tier}
+        return Usage(generation.prompt_tokens, self._tokens, generation.cached_tokens, by_tier)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path, PurePath
 from typing import Literal, NamedTuple, TypeVar
 
 from starlette.types import Send
@@ -46,13 +47,14 @@ class ServedModel:
     """The served model, as clients see it.
 
     Attributes:
-        name: the model name that requests may give.
+        name: the model's name for clients.
         tokenizer: converts between text and token ids.
         vocabulary: number of token ids.
         stop_ids: tokens that end an answer.
         context: most tokens of a prompt and its answer together.
         answer_tokens: default limit on the answer of a chat.
         temperature, top_p: defaults of requests.
+        folder: of the checkpoint, as it was given; None: there is none.
     """
 
     name: str
@@ -63,6 +65,12 @@ class ServedModel:
     answer_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+    folder: Path | None = None
+
+    def is_called(self, name: str) -> bool:
+        """Whether a request may name the model so: by its name, or by its folder, as other servers do."""
+        folders = () if self.folder is None else (self.folder, self.folder.absolute())
+        return name == self.name or PurePath(name) in folders
 
 
 class Answered(NamedTuple):
@@ -201,7 +209,7 @@ class Api:
     def _check(self, request: GenerationRequest) -> None:
         if self.stopping:
             raise stopping()
-        if request.model not in (None, self.served.name):
+        if request.model is not None and not self.served.is_called(request.model):
             raise unknown_model(request.model, self.served.name)
 
     async def _tokens(self, request: GenerationRequest) -> tuple[list[int], CacheHint]:
@@ -265,7 +273,7 @@ class Api:
         return Sampling(temperature=temperature, top_p=top_p, top_k=max(request.top_k or 0, 0), seed=seed)
 
     def _reply(self, request: GenerationRequest, reply_type: type[Reply]) -> Reply:
-        return reply_type(uuid.uuid4().hex, int(time.time()), self.served.name, request.usage_wanted)
+        return reply_type(uuid.uuid4().hex, int(time.time()), self.served.name, request.extras)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         """Run `call` in a thread: tokenizing a long text would block the loop."""
@@ -316,17 +324,18 @@ async def _stream(answer: Answer, reply: Reply, send: Send) -> ApiError | None:
     async with aclosing(answer.pieces()) as pieces:
         first = await anext(pieces)
         await _start(send, b"text/event-stream; charset=utf-8")
-        await _send_part(send, reply.opening() + (reply.piece(first) if first else b""))
+        begin = reply.piece(first, answer.usage) if first else b""
+        await _send_part(send, reply.opening(answer.usage) + begin)
         try:
             async for text in pieces:
                 if text:
-                    await _send_part(send, reply.piece(text))
+                    await _send_part(send, reply.piece(text, answer.usage))
         except (CacheError, RuntimeError) as error:  # too late for a status
             _log.exception("the model failed in the middle of an answer")
             problem = refusal(error)
             await send({"type": "http.response.body", "body": server_sent(problem.body())})
             return problem
-    end = reply.closing(answer.finish_reason) + reply.used(answer.usage) + STREAM_END
+    end = reply.closing(answer.finish_reason, answer.usage) + reply.used(answer.usage) + STREAM_END
     await send({"type": "http.response.body", "body": end})
     return None
 

@@ -148,7 +148,7 @@ class InfoEndpoints:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self._api.served.name:
+        if not self._api.served.is_called(name):
             raise unknown_model(name, self._api.served.name)
         return JSONResponse(self._card())
 
@@ -209,5 +209,6 @@ class InfoEndpoints:
             "object": "model",
             "created": self._started,
             "owned_by": "asynchicache",
+            "root": str(self._api.served.folder or self._api.served.name),
             "max_model_len": self._api.served.context,
         }

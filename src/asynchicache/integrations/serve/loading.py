@@ -45,6 +45,7 @@ class LoadedModel:
         stop_ids: tokens that end a text.
         context: most positions of the model.
         temperature, top_p: the checkpoint's recommended values, or OpenAI's defaults.
+        folder: of the checkpoint, as it was given; None: there is none.
     """
 
     name: str
@@ -54,6 +55,7 @@ class LoadedModel:
     context: int
     temperature: float = 1.0
     top_p: float = 1.0
+    folder: Path | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -111,6 +113,7 @@ def load_checkpoint(
         context=_context(folder, model),
         temperature=temperature,
         top_p=top_p,
+        folder=folder,
     )
 
 

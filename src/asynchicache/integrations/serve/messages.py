@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.serve.problems import ApiError
+from asynchicache.integrations.serve.replies import Extras
 from asynchicache.integrations.serve.tokenizers import Conversation
 from asynchicache.planner.hints import MAX_KEEP_SECONDS, MAX_REPEATS, NO_HINT, CacheHint
 
@@ -46,6 +47,17 @@ _UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "chat_template_kwargs": (({},), "use /v1/chat/completions"),
     "reasoning_effort": ((), "use /v1/chat/completions"),
     "web_search_options": ((), "nothing is searched here"),
+    "lora_path": (("",), "one model is served, without adapters"),
+    "use_beam_search": ((False,), "send as many requests instead"),
+    "length_penalty": ((1,), "there is no beam search"),
+    "skip_special_tokens": ((True,), "tokens that begin, end or pad a text are not shown, all others are"),
+    "spaces_between_special_tokens": ((True,), "the tokenizer decides"),
+    "add_special_tokens": ((True,), "send token ids instead of text"),
+    "add_generation_prompt": ((True,), "a chat is always answered"),
+    "continue_final_message": ((False,), "use /v1/completions"),
+    "include_stop_str_in_output": ((False,), "stop strings are not part of the answer"),
+    "return_token_ids": ((False,), "answers are text"),
+    "return_hidden_states": ((False,), "answers are text"),
 }
 """Unsupported fields that would change the answer: the accepted neutral values, and the alternative."""
 
@@ -61,6 +73,10 @@ _WITHOUT_EFFECT = frozenset(
         "prediction",
         "parallel_tool_calls",
         "verbosity",
+        "conversation_id",
+        "request_id",
+        "rid",
+        "priority",
     }
 )
 """Fields that do not change the answer; accepted and ignored."""
@@ -77,10 +93,12 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         include_usage: end the stream with a chunk of token counts.
+        continuous_usage_stats: with `include_usage`, each chunk has the counts so far, as with vLLM.
         include_obfuscation: accepted and ignored: nothing is padded.
     """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -117,6 +135,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
         ignore_eos: generate up to the limit, even past end-of-text tokens.
         cache_salt: requests with different salts share nothing in the cache.
         cache_hint: whether the prompt will be continued, is over, or is to be kept; see `planner.hints`.
+        return_cached_tokens_details: tell the cached tokens of each tier, as SGLang does.
     """
 
     model: str | None = None
@@ -130,6 +149,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     cache_hint: CacheHintFields | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    return_cached_tokens_details: bool | None = None
 
     @property
     def hint(self) -> CacheHint:
@@ -145,14 +167,19 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def usage_wanted(self) -> bool:
-        """Whether a stream ends with token counts."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def extras(self) -> Extras:
+        """What a reply tells beside the answer."""
+        options = self.stream_options or StreamOptions()
+        return Extras(
+            usage=bool(options.include_usage),
+            usage_always=bool(options.include_usage and options.continuous_usage_stats),
+            tiers=bool(self.return_cached_tokens_details),
+        )
 
     @property
     def limit(self) -> int | None:
         """Most tokens to generate; None for the server's default."""
-        return None
+        return self.max_completion_tokens or self.max_tokens
 
 
 class WeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -176,11 +203,10 @@ class CompletionRequest(GenerationRequest, frozen=True, forbid_unknown_fields=Tr
     """The body of `POST /v1/completions`."""
 
     prompt: str | list[int | str | list[int]]
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
 
     @property
-    def limit(self) -> int | None:
-        return self.max_tokens or _COMPLETION_TOKENS
+    def limit(self) -> int:
+        return super().limit or _COMPLETION_TOKENS
 
     def one_prompt(self) -> str | list[int]:
         """Return the prompt, as text or as token ids.
@@ -296,12 +322,6 @@ class ChatRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
 
     def conversation(self) -> Conversation:
         """Return what the chat template takes.

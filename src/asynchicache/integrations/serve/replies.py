@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -21,11 +22,13 @@ class Usage:
         prompt_tokens: tokens of the prompt.
         completion_tokens: generated tokens, including a stop string or end of text that is not shown.
         cached_tokens: tokens of the prompt that came from the cache.
+        by_tier: these, by the name of the farthest tier that any of them came from.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    by_tier: Mapping[str, int] = field(default_factory=dict)
 
     def as_json(self) -> Body:
         return {
@@ -36,6 +39,20 @@ class Usage:
         }
 
 
+class Extras(NamedTuple):
+    """What a reply tells beside the answer.
+
+    Attributes:
+        usage: a stream ends with token counts; its chunks have the field `usage`, null until then.
+        usage_always: each chunk has the counts so far.
+        tiers: the cached tokens of each tier, in the last chunk of a choice, or in the whole reply.
+    """
+
+    usage: bool = False
+    usage_always: bool = False
+    tiers: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """Formats one reply of an endpoint.
@@ -44,13 +61,13 @@ class Reply:
         number: unique part of the id.
         created: seconds since the epoch.
         model: name of the model.
-        usage_wanted: whether chunks have the field `usage`, null in all but the last.
+        extras: what it tells beside the answer.
     """
 
     number: str
     created: int
     model: str
-    usage_wanted: bool
+    extras: Extras
 
     PREFIX: ClassVar[str]
     WHOLE: ClassVar[str]
@@ -59,23 +76,23 @@ class Reply:
     def whole(self, text: str, reason: ApiFinishReason, usage: Usage) -> bytes:
         """Return the body of a reply that is not streamed."""
         body = self._body(self.WHOLE, [self._choice(self._full(text), reason)])
-        return msgspec.json.encode(body | {"usage": usage.as_json()})
+        return msgspec.json.encode(body | {"usage": usage.as_json()} | self._tiers(usage))
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         """Return the first chunk of a stream, before any text; may be empty."""
         return b""
 
-    def piece(self, text: str) -> bytes:
-        """Return a chunk of text."""
-        return self._chunk([self._choice(self._part(text), None)])
+    def piece(self, text: str, usage: Usage) -> bytes:
+        """Return a chunk of text; `usage`: the counts so far."""
+        return self._chunk([self._choice(self._part(text), None)], usage)
 
-    def closing(self, reason: ApiFinishReason) -> bytes:
+    def closing(self, reason: ApiFinishReason, usage: Usage) -> bytes:
         """Return the chunk with the finish reason."""
-        return self._chunk([self._choice(self._part(""), reason)])
+        return self._chunk([self._choice(self._part(""), reason)], usage, self._tiers(usage))
 
     def used(self, usage: Usage) -> bytes:
         """Return the chunk with token counts, after `closing`; empty if not requested."""
-        return self._chunk([], usage) if self.usage_wanted else b""
+        return self._chunk([], None, {"usage": usage.as_json()}) if self.extras.usage else b""
 
     def _full(self, text: str) -> Body:
         return {"text": text}
@@ -86,11 +103,15 @@ class Reply:
     def _choice(self, content: Body, reason: ApiFinishReason | None) -> Body:
         return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
 
-    def _chunk(self, choices: list[Body], usage: Usage | None = None) -> bytes:
+    def _tiers(self, usage: Usage) -> Body:
+        # With a choice: SGLang's own benchmark reads no chunk without one.
+        return {"sglext": {"cached_tokens_details": dict(usage.by_tier)}} if self.extras.tiers else {}
+
+    def _chunk(self, choices: list[Body], usage: Usage | None, more: Body | None = None) -> bytes:
         body = self._body(self.CHUNK, choices)
-        if self.usage_wanted:
-            body["usage"] = None if usage is None else usage.as_json()
-        return server_sent(msgspec.json.encode(body))
+        if self.extras.usage:
+            body["usage"] = usage.as_json() if usage and self.extras.usage_always else None
+        return server_sent(msgspec.json.encode(body | (more or {})))
 
     def _body(self, kind: str, choices: list[Body]) -> Body:
         name = f"{self.PREFIX}-{self.number}"
@@ -110,9 +131,9 @@ class ChatReply(Reply):
     __slots__ = ()
     PREFIX, WHOLE, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         delta = {"delta": {"role": "assistant", "content": ""}}
-        return self._chunk([self._choice(delta, None)])
+        return self._chunk([self._choice(delta, None)], usage)
 
     def _full(self, text: str) -> Body:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}

@@ -196,6 +196,7 @@ def _served(loaded: LoadedModel, settings: ServeSettings, capacity: int) -> Serv
         answer_tokens=settings.answer_tokens,
         temperature=loaded.temperature,
         top_p=loaded.top_p,
+        folder=loaded.folder,
     )
 
 
