@@ -61,22 +61,31 @@ async def test_a_cache_that_opens_again_gets_it_from_storage(pools: tuple[str, .
             assert cache.verify(idle=True) == []
 
 
-def ordered(order: str, heads: int, *, named: bool) -> EngineMemory:
-    """Pages whose tokens or heads come first, as attention kernels want them."""
-    pool = PoolSpec("kv", (TensorSpec("keys", (0,), (heads, 8), "uint8"),))
-    shape = (PAGE, heads) if order == "NHD" else (heads, PAGE)
-    pages = EnginePages.of_tensors(pool, PAGE, {"keys": torch.zeros(1, 16, *shape, 8, dtype=torch.uint8)})
-    return EngineMemory({"kv": pages}, order=order if named else "")
+def ordered(values: str, heads: int, width: int, *, named: bool) -> EngineMemory:
+    """Pages whose tokens come first; of values perhaps the heads, as attention kernels want them."""
+    keys, ours = (TensorSpec(name, (0,), (heads, width), "uint8") for name in ("keys", "values"))
+    pool = PoolSpec("kv", (keys, ours))
+    sizes = {"N": PAGE, "H": heads, "D": width}
+    tensors = {
+        name: torch.zeros(1, 16, *(sizes[axis] for axis in order), dtype=torch.uint8)
+        for name, order in (("keys", "NHD"), ("values", values))
+    }
+    pages = EnginePages.of_tensors(pool, PAGE, tensors)
+    return EngineMemory({"kv": pages}, order=values if named else "")
 
 
-@pytest.mark.parametrize(("heads", "named"), [(2, False), (2, True), (PAGE, True)])
+@pytest.mark.parametrize(
+    ("heads", "width", "named"),
+    [(2, 8, False), (2, PAGE, False), (2, 8, True), (PAGE, 8, True)],
+    ids=["seen", "as wide as tokens", "named", "as many heads as tokens"],
+)
 @pytest.mark.asyncio
-async def test_engines_with_another_order_of_axes_share_no_page(heads: int, named: bool) -> None:
-    """The same bytes mean other keys. Shapes say it, or, with as many heads as tokens, the engine."""
+async def test_engines_with_another_order_of_axes_share_no_page(heads: int, width: int, named: bool) -> None:
+    """The same bytes mean other values. Shapes say it, or, with as many heads as tokens, the engine."""
     store, hits = MemoryStore(), []
     options = CacheConfig(host_slots={"kv": 8}, weight_version="test", inline=True)
     for order in ("NHD", "HND", "NHD", "HND"):
-        memory = ordered(order, heads, named=named)
+        memory = ordered(order, heads, width, named=named)
         spec = ModelSpec("m", PAGE, 1, (memory.pools["kv"].spec,))
         async with HybridCache.open(spec, options, engine=memory, storage=MemoryBackend(store)) as cache:
             async with cache.request(PROMPT) as request:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -41,7 +41,8 @@ class EnginePages:
         page_size: tokens of a page; not used if a page holds a state.
         slots: the number of pages.
         device: the device of the memory.
-        order: of the axes of a page, as far as shapes say it: which axis the tokens are, if not the first.
+        order: of the axes of a page, as far as shapes say it: which axis the tokens are, if it cannot be the
+            first.
     """
 
     order = ""
@@ -104,7 +105,8 @@ class EnginePages:
         names = [tensor.name for tensor in spec.tensors]
         if sorted(tensors) != sorted(names):
             raise ConfigError(f"pool {spec.name!r} has the tensors {names}, not {sorted(tensors)}")
-        layers = [layer for tensor in spec.tensors for layer in _layers(spec, tensor, tensors[tensor.name])]
+        given = {tensor.name: _layers(spec, tensor, tensors[tensor.name]) for tensor in spec.tensors}
+        layers = [layer for some in given.values() for layer in some]
         places = [_place_of(spec, layer) for layer in layers]
         pages, devices = {layer.shape[0] for layer in layers}, {layer.device for layer in layers}
         if len(pages) != 1 or len(devices) != 1:
@@ -114,7 +116,7 @@ class EnginePages:
             )
         made = cls(spec, page_size, places, pages.pop(), device=devices.pop(), owner=layers)
         if spec.per_token:
-            made.order = _order(page_size, {tuple(layer.shape[1:]) for layer in layers})
+            made.order = _order(page_size, given)
         return made
 
     def items(self, name: str) -> torch.Tensor:
@@ -194,10 +196,19 @@ class EngineMemory:
         return {pool.name: self.pools[pool.name].slots for pool in spec.owners}
 
 
-def _order(page_size: int, shapes: Collection[tuple[int, ...]]) -> str:
-    """Which axis of a page the tokens are; empty if the first, or if that is not certain."""
-    axes = {shape.index(page_size) for shape in shapes if shape.count(page_size) == 1}
-    return f"tokens are axis {axes.pop()}" if len(axes) == 1 and axes != {0} else ""
+def _order(page_size: int, tensors: Mapping[str, Sequence[torch.Tensor]]) -> str:
+    """Which axis of a page the tokens are; empty if the first one, or if it may be."""
+    axes = {name: {_token_axes(page_size, layer) for layer in layers} for name, layers in tensors.items()}
+    words = {name: ", ".join(sorted(found - {""})) for name, found in axes.items()}
+    alike = set(words.values())
+    if len(alike) == 1:
+        return alike.pop()
+    return ", ".join(f"{name}: {order}" for name, order in words.items() if order)
+
+
+def _token_axes(page_size: int, layer: torch.Tensor) -> str:
+    axes = [axis for axis, size in enumerate(layer.shape[1:]) if size == page_size]
+    return f"tokens are axis {' or '.join(map(str, axes))}" if axes and axes[0] else ""
 
 
 def _layers(
