@@ -3,19 +3,20 @@
 `run` is `subprocess.run` with this Python, at the cost of a fork. What must see a fresh process, as a test of
 what is imported, starts one.
 
-The process that forks is `python forking.py`, one for each process of pytest; its standard input is a socket.
-Each message is a program, with descriptors: of a socket that is told the number of the process and its exit
-code, and of its standard input, output and error.
+The process that forks is `python forking.py`, one for all workers of a run. A worker that finds none starts
+it, and it ends with that worker. Each datagram is a program, with descriptors: of a socket that is told the
+number of the process and its exit code, and of its standard input, output and error.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
+import errno
 import gc
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -24,9 +25,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, gettempdir
 
 TESTS = Path(__file__).parent
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+DOOR = Path(gettempdir(), f"asynchicache-tests-{RUN}", "door")
 PRELOADED = (
     "pytest",
     "hypothesis",
@@ -77,37 +80,55 @@ def start(
     message = json.dumps([[str(word) for word in words], folder, variables]).encode()
     assert len(message) < MESSAGE_BYTES
     with status:
-        socket.send_fds(_server(), [message], [status.fileno(), *streams])
+        descriptors = [status.fileno(), *streams]
+        while not _sent(message, descriptors):
+            _serve()
     return told
 
 
-@functools.cache
-def _server() -> socket.socket:
-    """The way to the process that forks, of this process of pytest, with which it ends."""
-    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+def _sent(message: bytes, descriptors: Sequence[int]) -> bool:
+    """Whether there is a process that forks."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as way:
+        try:
+            way.connect(str(DOOR))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        socket.send_fds(way, [message], descriptors)
+        return True
+
+
+def _serve() -> None:
+    """Start the process that forks, unless another worker just did."""
+    DOOR.parent.mkdir(mode=0o700, exist_ok=True)  # who may write to it runs programs as this user
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
     env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    with theirs:
-        process = subprocess.Popen([sys.executable, __file__], stdin=theirs.fileno(), env=env)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as door:
+        try:
+            door.bind(str(DOOR))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return
+        number = door.fileno()
+        command = [sys.executable, __file__, str(number)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number], env=env)
 
     def end() -> None:
-        ours.close()
-        process.wait()
+        DOOR.unlink()
+        DOOR.parent.rmdir()
+        process.communicate()
 
     atexit.register(end)
-    return ours
 
 
 def main() -> None:
     for module in PRELOADED:
         import_module(module)
     gc.freeze()  # a child collects only what is its own
-    asked = socket.socket(fileno=os.dup(0))
-    while True:
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    while 0 not in select.select([0, asked], [], [])[0]:  # it ends, as the worker that started it does
         message, descriptors, _, _ = socket.recv_fds(asked, MESSAGE_BYTES, 4)
         reap()
-        if not message:
-            return
         if os.fork() == 0:
             asked.close()
             watch(*json.loads(message), *descriptors)

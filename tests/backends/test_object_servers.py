@@ -61,6 +61,8 @@ def fragile(server: ObjectServer) -> Iterator[ObjectServer]:
 
 
 class ServerConformance(BackendConformance):
+    many = 100
+
     @pytest.fixture(autouse=True)
     def _running(self, server: ObjectServer) -> None:
         self.server = server
