@@ -91,7 +91,10 @@ def _sent(message: bytes, descriptors: Sequence[int]) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as way:
         try:
             way.connect(str(DOOR))
-        except (FileNotFoundError, ConnectionRefusedError):
+        except FileNotFoundError:
+            return False
+        except ConnectionRefusedError:  # the worker that started it was killed
+            DOOR.unlink(missing_ok=True)
             return False
         socket.send_fds(way, [message], descriptors)
         return True
@@ -114,8 +117,9 @@ def _serve() -> None:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number], env=env)
 
     def end() -> None:
-        DOOR.unlink()
-        DOOR.parent.rmdir()
+        DOOR.unlink(missing_ok=True)
+        with suppress(OSError):
+            DOOR.parent.rmdir()
         process.communicate()
 
     atexit.register(end)
