@@ -42,8 +42,9 @@ def run_part(report: GpuReport, part: str, *, dry: bool) -> None:
             report.found["machine"] = machine = ran["rows"][0]
             if not machine["cuda"] and not dry:
                 report.found["skipped"] = f"torch {machine['torch']} sees no CUDA device: nothing was run"
-                return
+                break
         report.add(part, ran)
+    report.end(part)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class GpuReport:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self.found: dict[str, Any] = {"ok": False, "machine": {}, "parts": {}, "goals": []}
+        self.found: dict[str, Any] = {"ok": False, "machine": {}, "parts": {}, "unfinished": [], "goals": []}
         with suppress(OSError, ValueError):
             self.found |= json.loads((folder / _FILE).read_text())
         self.found.pop("skipped", None)
@@ -41,6 +41,7 @@ class GpuReport:
     def begin(self, part: str) -> Path:
         """Forget what a part found before; its log."""
         self.found["parts"][part] = []
+        self.found["unfinished"] = sorted({*self.found["unfinished"], part})
         log = self._folder / f"{part}.log"
         log.write_text("")
         return log
@@ -50,9 +51,15 @@ class GpuReport:
         Console().print(Text(f"{ran['name']}: {'ok' if ran['ok'] else 'FAILED'}, {ran['seconds']:.0f} s"))
         self.write()
 
+    def end(self, part: str) -> None:
+        """All steps of a part have been run."""
+        self.found["unfinished"].remove(part)
+        self.write()
+
     @property
     def ok(self) -> bool:
-        return all(ran["ok"] for steps in self.found["parts"].values() for ran in steps)
+        ended = [ran["ok"] for steps in self.found["parts"].values() for ran in steps]
+        return all(ended) and not self.found["unfinished"]
 
     def write(self) -> None:
         """All of it, as it is now."""
@@ -79,6 +86,8 @@ def present(found: Mapping[str, Any], console: Console) -> None:
         return
     for part, steps in found["parts"].items():
         console.print(_steps(part, steps))
+        if part in found["unfinished"]:
+            console.print(Text(f"part {part} has not come to its end"))
     console.print(_goals(found["goals"]))
     rows = rows_by_step(found["parts"])
     if copies := [row for pool in POOLS for row in last(rows.get(f"transfer, {pool}", [])).get("rows", [])]:

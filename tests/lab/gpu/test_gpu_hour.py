@@ -44,7 +44,7 @@ def _make_gpu(folder: Path, *words: str) -> dict[str, Any]:
 def test_without_a_gpu_it_says_so_and_ends_well(tmp_path: Path) -> None:
     found = _make_gpu(tmp_path, "--part", "two")
 
-    assert (found["ok"], found["machine"]["cuda"]) == (True, False)
+    assert (found["ok"], found["unfinished"], found["machine"]["cuda"]) == (True, [], False)
     assert found["parts"] == {"two": []}
     assert "sees no CUDA device: nothing was run" in found["skipped"]
     assert "sees no CUDA device: nothing was run" in (tmp_path / "gpu.txt").read_text()
@@ -234,7 +234,10 @@ hour.main()
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
     assert ran.returncode == -9, ran.stderr
-    (done,) = json.loads((tmp_path / "gpu.json").read_text())["parts"]["one"]
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert (found["ok"], found["unfinished"]) == (False, ["one"])
+    assert "part one has not come to its end" in (tmp_path / "gpu.txt").read_text()
+    (done,) = found["parts"]["one"]
     assert (done["name"], done["rows"]) == ("machine", [{"cuda": True, "a": 1}])
     assert '{"b": 2}' in (tmp_path / "one.log").read_text()
 
