@@ -51,11 +51,11 @@ async def traffic(
                 served[0] += 1
 
         tasks = [asyncio.create_task(client(number)) for number in range(clients)]
-        await asyncio.sleep(20 * CALL_SECONDS)
+        await asyncio.sleep(10 * CALL_SECONDS)
         before = served[0]
         try:
             yield cache, backend
-            await asyncio.sleep(20 * CALL_SECONDS)
+            await asyncio.sleep(5 * CALL_SECONDS)
             assert served[0] > before, "the traffic goes on"
         finally:
             for task in tasks:
@@ -90,7 +90,7 @@ WAITS: dict[str, Wait] = {
 @pytest.mark.parametrize("wait", WAITS)
 def test_it_ends_while_others_go_on(seed: int, wait: str) -> None:
     async def main(world: SeededWorld) -> None:
-        async with traffic(world, 6) as (cache, _), asyncio.timeout(BOUND):
+        async with traffic(world, 3) as (cache, _), asyncio.timeout(BOUND):
             await WAITS[wait](cache)
 
     run_seeded(seed, main)
@@ -101,7 +101,7 @@ def test_what_was_shed_is_written_for_who_waits_for_it(seed: int) -> None:
     """So few bytes may be in flight that nearly every write is shed."""
 
     async def main(world: SeededWorld) -> None:
-        async with traffic(world, 6, store_bytes=1) as (cache, _), asyncio.timeout(BOUND):
+        async with traffic(world, 3, store_bytes=1) as (cache, _), asyncio.timeout(BOUND):
             await durable(cache)
             assert cache.statistics().traffic.shed[ShedReason.BUDGET] > 0
 
@@ -111,7 +111,7 @@ def test_what_was_shed_is_written_for_who_waits_for_it(seed: int) -> None:
 @SEEDS
 def test_a_drain_waits_for_what_was_published_before_it(seed: int) -> None:
     async def main(world: SeededWorld) -> None:
-        async with traffic(world, 6) as (cache, _):
+        async with traffic(world, 3) as (cache, _):
             tokens = list(range(900, 940))
             async with cache.request(tokens) as request:
                 await request.load()

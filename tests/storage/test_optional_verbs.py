@@ -30,6 +30,7 @@ from asynchicache.testing.backends import OPTIONAL_CALLS, fingerprint_of, slab_o
 from asynchicache.testing.faults import CALLS, FaultRates, Faulty, Latency, Persistent
 from asynchicache.types import Outcome
 from asynchicache_lab.bench.storage.controller import WatchedBackend
+from house.sources import nodes, parse, shipped
 from storage.plain_engine import PlainEngine
 
 SOURCE = Path(protocol.__file__).parents[1]
@@ -231,7 +232,7 @@ def test_the_conformance_suite_calls_each_verb_and_has_a_test_of_it() -> None:
 
 def names_a_verb(tree: ast.Module) -> bool:
     """Whether a module knows an optional verb of engines: defines it, or asks for it."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.AsyncFunctionDef) and node.name in OPTIONAL_VERBS:
             if "ObjectKey" in ast.unparse(node.args):
                 return True
@@ -246,8 +247,10 @@ def test_few_files_know_a_verb() -> None:
     """A new one is written into these, and into the engines that have it."""
     core = {"storage/protocol.py", "storage/guard.py", "storage/divided.py", "testing/backends.py"}
     roots = [SOURCE, *map(Path, asynchicache_lab.__path__)]
-    files = [(path, path.relative_to(root).as_posix()) for root in roots for path in root.rglob("*.py")]
+    files = [
+        (path.relative_to(root).as_posix(), text) for root in roots for path, text in shipped(root).items()
+    ]
 
-    found = {name for path, name in files if names_a_verb(ast.parse(path.read_text()))}
+    found = {name for name, text in files if names_a_verb(parse(text))}
 
     assert {name for name in found if not name.startswith("backends/")} == core
