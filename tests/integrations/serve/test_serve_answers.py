@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 from openai import NotFoundError
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -181,6 +182,145 @@ async def test_the_same_seed_draws_the_same_text(server: Running) -> None:
     assert await drawn(-7) != await drawn(8)
 
 
+async def test_choices_are_as_many_and_each_is_another(server: Running) -> None:
+    """Of a drawn answer; they share the prompt, which counts once."""
+    fields = {"prompt": "choices " + PROMPT, "max_tokens": 12, "seed": 5, "temperature": 1.5}
+    answer = await server.openai.completions.create(model="qwen3_5", n=3, **fields)
+    texts = [choice.text for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT) + 8, 36)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0  # what was there before, not what they share
+
+    again = await server.openai.completions.create(model="qwen3_5", **{**fields, "seed": 6})
+    assert again.choices[0].text == texts[1]
+    stream = await server.openai.completions.create(model="qwen3_5", n=3, stream=True, **fields)
+    parts = [choice async for chunk in stream for choice in chunk.choices]
+    assert ["".join(part.text for part in parts if part.index == index) for index in range(3)] == texts
+
+
+async def test_several_prompts_are_answered_in_their_order(server: Running) -> None:
+    prompts = ["first " + PROMPT, "second " + PROMPT * 3, "third"]
+    answer = await server.openai.completions.create(
+        model="qwen3_5", prompt=prompts, max_tokens=6, temperature=0, n=2
+    )
+    assert [choice.text for choice in answer.choices] == [expected(p, 6) for p in prompts for _ in range(2)]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(map(len, prompts))
+
+
+async def test_each_choice_of_a_chat_begins_with_its_role(server: Running) -> None:
+    stream = await server.openai.chat.completions.create(
+        model="qwen3_5", messages=[{"role": "user", "content": "x"}], max_tokens=3, n=2, stream=True
+    )
+    choices = [chunk.choices[0] async for chunk in stream]
+    roles = [choice.index for choice in choices if choice.delta.role == "assistant"]
+    assert sorted(roles) == [0, 1]
+    assert sorted(choice.index for choice in choices if choice.finish_reason) == [0, 1]
+
+
+async def test_more_answers_than_wait_together_are_refused_at_once(server: Running) -> None:
+    answer = await server.http.post("/v1/completions", json=body(prompt=["a"] * 40, n=8))
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "prompt"
+    assert "40 prompts with 8 answers each are more than the 288" in error["message"]
+
+
+async def test_scores_are_the_models_own_cold_and_warm(server: Running) -> None:
+    """Drawn or not: they are those before temperature."""
+    fields = {"prompt": "scored " + PROMPT, "max_tokens": 5, "temperature": 0}
+    tokens = LOADED.tokenizer.encode(str(fields["prompt"]))
+    said = uncached(LOADED, tokens, 5)
+    with torch.no_grad():
+        rows = LOADED.model(torch.tensor([[*tokens, *said]])).logits[0].log_softmax(-1)
+    own = [float(rows[len(tokens) + place - 1, token]) for place, token in enumerate(said)]
+    for _ in range(2):
+        answer = await server.openai.completions.create(model="qwen3_5", logprobs=2, **fields)
+        told = answer.choices[0].logprobs
+        assert told is not None
+        assert told.token_logprobs == pytest.approx(own, abs=1e-3)
+        assert told.top_logprobs is not None
+        for likely, value in zip(told.top_logprobs, told.token_logprobs or (), strict=True):
+            assert len(likely) == 2
+            assert max(likely.values()) == value  # greedy
+        assert told.tokens == [LOADED.tokenizer.token_text(token) for token in said]
+        assert told.text_offset is not None
+        assert told.text_offset[0] == 0
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens
+
+
+async def test_scores_of_a_chat_are_in_its_shape_streamed_too(server: Running) -> None:
+    fields: Any = {
+        "model": "qwen3_5",
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 4,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
+    answer = await server.openai.chat.completions.create(**fields)
+    stream = await server.openai.chat.completions.create(stream=True, **fields)
+    assert answer.choices[0].logprobs is not None
+    whole = answer.choices[0].logprobs.content or []
+    parts = [
+        score
+        async for chunk in stream
+        if (told := chunk.choices[0].logprobs) is not None
+        for score in told.content or []
+    ]
+    assert [score.token for score in parts] == [score.token for score in whole]
+    assert len(whole) == 4
+    for score in whole:
+        assert len(score.top_logprobs) == 3
+        assert score.top_logprobs[0].logprob == score.logprob
+        assert bytes(score.bytes or []).decode() == score.token
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_has_the_prompt_and_the_scores_of_its_tokens(server: Running, stream: bool) -> None:
+    """As what measures how likely given texts are asks for them."""
+    prompt = f"echo {stream} " + PROMPT
+    tokens = LOADED.tokenizer.encode(prompt)
+    with torch.no_grad():
+        rows = LOADED.model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    own = rows.gather(1, torch.tensor(tokens[1:]).unsqueeze(1))[:, 0].tolist()
+    for count in (0, 1):
+        fields = body(prompt=tokens, max_tokens=count, echo=True, logprobs=1, stream=stream)
+        if stream:
+            choices = [
+                c for chunk in await streamed(server, "/v1/completions", fields) for c in chunk["choices"]
+            ]
+        else:
+            choices = (await server.http.post("/v1/completions", json=fields)).json()["choices"]
+        text = "".join(choice["text"] for choice in choices)
+        told = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        scores = [score for one in told for score in one["token_logprobs"]]
+        assert text == prompt + expected(prompt, 1)[: len(text) - len(prompt)]
+        assert scores[0] is None
+        assert scores[1 : len(tokens)] == pytest.approx(own, abs=1e-3)
+        assert len(scores) == len(tokens) + count
+        assert told[0]["text_offset"][:3] == [0, 1, 2]
+        assert told[0]["top_logprobs"][0] is None
+
+
+async def test_no_tokens_are_asked_for_and_the_prompt_is_warm(server: Running) -> None:
+    prompt = "warm " + PROMPT
+    answer = await server.openai.completions.create(model="qwen3_5", prompt=prompt, max_tokens=0)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "length")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+    assert await cached(server, prompt) == len(prompt) // PAGE * PAGE
+    echoed = await server.openai.completions.create(
+        model="qwen3_5", prompt=prompt, max_tokens=2, temperature=0, echo=True
+    )
+    assert echoed.choices[0].text == prompt + expected(prompt, 2)
+
+
 async def test_tokens_are_a_prompt_too(server: Running) -> None:
     ids = [255, 254, *range(40)]
     answer = await server.openai.completions.create(model="qwen3_5", prompt=ids, max_tokens=6, temperature=0)
@@ -226,7 +366,7 @@ async def test_health_tells_what_is_going_on(server: Running) -> None:
 async def test_each_request_is_a_line_of_the_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         await server.http.post("/v1/completions", json=body(prompt="the access log", max_tokens=2))
-        await server.http.post("/v1/completions", json=body(n=2))
+        await server.http.post("/v1/completions", json=body(min_p=2))
         await server.http.get("/no%0Aline")
         for refused in (
             {"max_completion_tokens": 3, "max_secret": 1},
@@ -250,7 +390,7 @@ async def test_each_request_is_a_line_of_the_log(server: Running, caplog: pytest
     tokens = r"14 prompt tokens, 0 of them cached; 2 generated, the first after \d+\.\d{3} s"
     assert re.fullmatch(rf"127\.0\.0\.1:\d+ POST /v1/completions: 200 {took}; {tokens}", lines[0])
     assert re.fullmatch(
-        rf"\S+ POST /v1/completions: 400 {took}; n is not supported: leave it out; .*", lines[1]
+        rf"\S+ POST /v1/completions: 400 {took}; min_p is not supported: leave it out; .*", lines[1]
     )
     assert re.fullmatch(rf"\S+ GET /no%0Aline: 404 {took}; no such place", lines[2])
     flag = "is not known: leave it out, or serve with --ignore-unknown-fields"
@@ -311,7 +451,7 @@ JSON = {"content-type": "application/json"}
     ("path", "body", "headers", "status", "words"),
     [
         ("/v1/completions", b"{", JSON, 400, "no JSON object"),
-        ("/v1/completions", b'{"prompt": "a", "n": 2}', JSON, 400, "n is not supported"),
+        ("/v1/completions", b'{"prompt": "a", "min_p": 2}', JSON, 400, "min_p is not supported"),
         ("/v1/completions", b'{"prompt": [256]}', JSON, 400, "0 to 255"),
         ("/v1/completions", b'{"prompt": "a", "max_tokens": 5000}', JSON, 400, "2048"),
         ("/v1/completions", b'{"prompt": "a", "model": "gpt"}', JSON, 404, "'qwen3_5'"),

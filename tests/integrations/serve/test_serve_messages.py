@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from asynchicache.integrations.serve.messages import (
@@ -50,7 +51,7 @@ def test_what_changes_nothing_is_taken() -> None:
         skip_special_tokens=True,
         lora_path="",
     )
-    assert request == chat()
+    assert msgspec.structs.replace(request, n=None, logprobs=None) == chat()
 
 
 def test_both_names_of_the_limit_are_known() -> None:
@@ -105,23 +106,43 @@ def test_unknown_fields_may_be_left_out_instead() -> None:
     request = decode_request(json.dumps(body).encode(), ChatRequest, context=CONTEXT, ignore_unknown=True)
 
     assert request == chat(stream_options={"include_usage": True})
-    with pytest.raises(ApiError, match="n is not supported"):  # what would change the answer stays refused
-        decode_request(b'{"prompt": "a", "n": 2}', CompletionRequest, context=CONTEXT, ignore_unknown=True)
+    with pytest.raises(ApiError, match="min_p is not supported"):  # what would change the answer stays so
+        decode_request(b'{"prompt": "a", "min_p": 1}', CompletionRequest, context=9, ignore_unknown=True)
 
 
-@pytest.mark.parametrize(("prompt", "one"), [("a", "a"), ([1, 2], [1, 2]), (["a"], "a"), ([[1, 2]], [1, 2])])
-def test_one_prompt_has_four_shapes(prompt: Any, one: Any) -> None:
-    assert completion(prompt=prompt).one_prompt() == one
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        ([1, 2], [[1, 2]]),
+        (["a"], ["a"]),
+        ([[1, 2]], [[1, 2]]),
+        (["a", [1], "b"], ["a", [1], "b"]),
+    ],
+)
+def test_prompts_have_many_shapes(prompt: Any, prompts: Any) -> None:
+    assert completion(prompt=prompt).prompts() == prompts
+
+
+def test_likely_tokens_are_counted_as_each_endpoint_does() -> None:
+    assert completion().likely is None
+    assert [completion(logprobs=n).likely for n in (0, 20)] == [0, 20]
+    assert chat(logprobs=False, top_logprobs=0).likely is None
+    assert (chat(logprobs=True).likely, chat(logprobs=True, top_logprobs=3).likely) == (0, 3)
+    with pytest.raises(ApiError, match="top_logprobs without logprobs"):
+        _ = chat(top_logprobs=3).likely
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"n": 2}, "n", "send as many requests"),
-        ({"n": True}, "n", "not supported"),
-        ({"echo": True}, "echo", "leave it out"),
-        ({"logprobs": 0}, "logprobs", "probabilities"),
-        ({"logprobs": 3}, "logprobs", "probabilities"),
+        ({"n": 0}, "n", ">= 1"),
+        ({"n": 129}, "n", "<= 128"),
+        ({"n": True}, "n", "got `bool`"),
+        ({"echo": 1}, "echo", "got `int`"),
+        ({"logprobs": 21}, "logprobs", "<= 20"),
+        ({"logprobs": True}, "logprobs", "got `bool`"),
+        ({"top_logprobs": 3}, "top_logprobs", "/v1/completions"),
         ({"tools": [{"type": "function"}]}, "tools", "/v1/chat/completions"),
         ({"tool_choice": "required"}, "tool_choice", "decides itself"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "/v1/chat/completions"),
@@ -132,7 +153,7 @@ def test_one_prompt_has_four_shapes(prompt: Any, one: Any) -> None:
         ({"temperature": 3}, "temperature", "<= 2"),
         ({"temperature": "hot"}, "temperature", "got `str`"),
         ({"top_p": 0}, "top_p", "> 0"),
-        ({"max_tokens": 0}, "max_tokens", ">= 1"),
+        ({"max_tokens": -1}, "max_tokens", ">= 0"),
         ({"max_tokens": 1.5}, "max_tokens", "int"),
         ({"seed": 2**64}, "seed", "<="),
         ({"stop": ["a", ""]}, "stop", "empty"),
@@ -155,10 +176,10 @@ def test_what_cannot_be_meant_is_named(fields: dict[str, Any], param: str, words
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["a", "b"], [1, "a"], [[1], [2]]])
-def test_no_prompt_and_several_are_refused(prompt: Any) -> None:
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["a", ""], [1, "a"], [1, [2]]])
+def test_no_prompt_and_a_mixture_are_refused(prompt: Any) -> None:
     with pytest.raises(ApiError, match="prompt"):
-        completion(prompt=prompt).one_prompt()
+        completion(prompt=prompt).prompts()
 
 
 @pytest.mark.parametrize(
@@ -228,14 +249,14 @@ def test_more_values_than_a_request_needs_are_refused_before_they_are_read(
 
 def test_as_many_ids_as_there_is_room_for_are_read() -> None:
     body = json.dumps({"prompt": [7] * MANY}).encode()
-    assert decode_request(body, CompletionRequest, context=MANY).one_prompt() == [7] * MANY
+    assert decode_request(body, CompletionRequest, context=MANY).prompts() == [[7] * MANY]
 
 
 @pytest.mark.parametrize(
     "text", [",[{" * MANY, '\\",[' * MANY, '"' * MANY * 4, "\\" * MANY, "\\" + '"[' * MANY]
 )
 def test_a_text_is_one_value(text: str) -> None:
-    assert completion(prompt=text, stop=[text]).one_prompt() == text
+    assert completion(prompt=text, stop=[text]).prompts() == [text]
 
 
 def test_a_missing_field_is_named() -> None:

@@ -1,14 +1,36 @@
-"""Convert one generation to the text of an answer."""
+"""Convert generations to the text of answers."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
 
-from asynchicache.integrations.serve.replies import ApiFinishReason, Usage
+from asynchicache.integrations.serve.replies import AnswerPiece, ApiFinishReason, Score, Usage
 from asynchicache.integrations.serve.stops import StopStrings
-from asynchicache.integrations.serve.tokenizers import Detokenizer
+from asynchicache.integrations.serve.tokenizers import Tokenizer
 from asynchicache.integrations.transformers.generation import Generation
+from asynchicache.integrations.transformers.scores import TokenScore
 from asynchicache.types import Tier
+
+T = TypeVar("T")
+
+
+class Wanted(NamedTuple):
+    """What an answer shows.
+
+    Attributes:
+        stops: strings that end the answer.
+        stop_ids: tokens that end the answer; not part of the text.
+        echo: the text of the prompt comes first.
+        answer: the answer is shown; else the prompt is computed only.
+    """
+
+    stops: Sequence[str] = ()
+    stop_ids: Collection[int] = ()
+    echo: bool = False
+    answer: bool = True
 
 
 class Answer:
@@ -16,23 +38,22 @@ class Answer:
 
     Args:
         generation: the tokens.
-        detokenizer: converts tokens to text.
-        stops: strings that end the answer.
-        stop_ids: tokens that end the answer; not part of the text.
+        tokenizer: converts tokens to text.
+        prompt: token ids.
+        wanted: what is shown.
     """
 
     def __init__(
-        self,
-        generation: Generation,
-        detokenizer: Detokenizer,
-        stops: Sequence[str],
-        stop_ids: Collection[int],
+        self, generation: Generation, tokenizer: Tokenizer, prompt: Sequence[int], wanted: Wanted
     ) -> None:
         self._generation = generation
-        self._detokenizer = detokenizer
-        self._stops = StopStrings(stops)
-        self._stop_ids = stop_ids
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(prompt)
+        self._prompt = prompt
+        self._wanted = wanted
+        self._stops = StopStrings(wanted.stops)
         self._tokens = 0
+        self._offset = 0
 
     async def __aenter__(self) -> Answer:
         return self
@@ -40,20 +61,46 @@ class Answer:
     async def __aexit__(self, *error: object) -> None:
         await self._generation.aclose()
 
-    async def pieces(self) -> AsyncGenerator[str, None]:
-        """Yield text as tokens arrive, one piece per token; a piece may be empty.
+    async def pieces(self) -> AsyncGenerator[AnswerPiece, None]:
+        """Yield text as tokens arrive, one piece per token; the text of a piece may be empty.
 
         Raises:
             CacheError, RuntimeError: the model failed.
         """
         async for token in self._generation:
+            if self._wanted.echo and not self._tokens:
+                yield await asyncio.to_thread(self._echo)  # a long prompt would block the loop
+            if not self._wanted.answer:
+                break
             self._tokens += 1
-            if token not in self._stop_ids:
-                yield self._stops.push(self._detokenizer.push(token))
+            scores = self._scored(self._generation.scores[self._tokens - 1 : self._tokens])
+            shown = token not in self._wanted.stop_ids
+            yield AnswerPiece(self._stops.push(self._detokenizer.push(token)) if shown else "", scores)
             if self._stops.found:
-                await self._generation.aclose()  # publishes its pages before the answer ends
-                return
-        yield self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+                break
+        await self._generation.aclose()  # publishes its pages before the answer ends
+        yield AnswerPiece(self._stops.push(self._detokenizer.finish()) + self._stops.finish())
+
+    def _echo(self) -> AnswerPiece:
+        """The prompt, with the scores of its tokens if they are wanted."""
+        detokenizer = self._tokenizer.detokenizer(())
+        text = "".join(map(detokenizer.push, self._prompt)) + detokenizer.finish()
+        found = self._generation.prompt_scores
+        if found is None:
+            self._offset = len(text)
+            return AnswerPiece(text)
+        first = self._tokenizer.token_text(self._prompt[0])
+        self._offset = len(first)
+        return AnswerPiece(text, [Score(first, None, (), 0), *self._scored(found)])
+
+    def _scored(self, scores: Sequence[TokenScore]) -> list[Score]:
+        shown = []
+        for one in scores:
+            text = self._tokenizer.token_text(one.token)
+            top = [(self._tokenizer.token_text(token), logprob) for token, logprob in one.top]
+            shown.append(Score(text, one.logprob, top, self._offset))
+            self._offset += len(text)
+        return shown
 
     @property
     def finish_reason(self) -> ApiFinishReason:
@@ -71,3 +118,70 @@ class Answer:
         generation = self._generation
         by_tier = {tier.name.lower(): generation.tokens_by_tier.get(tier, 0) for tier in Tier}
         return Usage(generation.prompt_tokens, self._tokens, generation.cached_tokens, by_tier)
+
+
+class AnswerSet:
+    """The answers of one request: `choices` to each prompt, in the order of the prompts."""
+
+    def __init__(self, answers: Sequence[Answer], choices: int) -> None:
+        self._answers = answers
+        self._choices = choices
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, AnswerPiece | ApiFinishReason], None]:
+        """Yield the number of an answer and a piece of it as they come, or how it ended.
+
+        Raises:
+            CacheError, RuntimeError: the model failed.
+        """
+        came: asyncio.Queue[tuple[int, AnswerPiece | asyncio.Task[ApiFinishReason]]] = asyncio.Queue()
+        readers = []
+        for number, answer in enumerate(self._answers):
+            reader = asyncio.create_task(_read(answer, partial(_put, came, number)))
+            reader.add_done_callback(partial(_put, came, number))
+            readers.append(reader)
+        left = len(readers)
+        try:
+            while left:
+                number, piece = await came.get()
+                if isinstance(piece, AnswerPiece):
+                    yield number, piece
+                else:
+                    left -= 1
+                    yield number, piece.result()
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.wait(readers)
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far. A prompt counts once, as the first of its choices found it in the cache."""
+        total = Usage(0, 0, 0, {tier.name.lower(): 0 for tier in Tier})
+        each = [answer.usage for answer in self._answers]
+        for begin in range(0, len(each), self._choices):
+            choices = each[begin : begin + self._choices]
+            first = min(choices, key=lambda usage: usage.cached_tokens)
+            total = Usage(
+                total.prompt_tokens + first.prompt_tokens,
+                total.completion_tokens + sum(usage.completion_tokens for usage in choices),
+                total.cached_tokens + first.cached_tokens,
+                {tier: count + first.by_tier[tier] for tier, count in total.by_tier.items()},
+            )
+        return total
+
+    @property
+    def first_token_seconds(self) -> float:
+        return min(answer.first_token_seconds for answer in self._answers)
+
+
+def _put(came: asyncio.Queue[tuple[int, T]], number: int, one: T) -> None:
+    came.put_nowait((number, one))
+
+
+async def _read(answer: Answer, put: Callable[[AnswerPiece], None]) -> ApiFinishReason:
+    async for piece in answer.pieces():
+        put(piece)
+    return answer.finish_reason

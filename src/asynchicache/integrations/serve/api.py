@@ -7,9 +7,9 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePath
@@ -19,7 +19,7 @@ from starlette.types import Send
 
 from asynchicache.errors import BusyError, CacheError
 from asynchicache.histograms import Histogram
-from asynchicache.integrations.serve.answering import Answer
+from asynchicache.integrations.serve.answering import Answer, AnswerSet, Wanted
 from asynchicache.integrations.serve.messages import (
     ChatRequest,
     CompletionRequest,
@@ -27,8 +27,9 @@ from asynchicache.integrations.serve.messages import (
     token_ids,
 )
 from asynchicache.integrations.serve.problems import CLIENT_LEFT, ApiError, overloaded, refusal, stopping
-from asynchicache.integrations.serve.replies import STREAM_END, Reply, Usage, server_sent
+from asynchicache.integrations.serve.replies import STREAM_END, AnswerPiece, Choice, Reply, Usage, server_sent
 from asynchicache.integrations.serve.tokenizers import Tokenizer
+from asynchicache.integrations.transformers.admission import MAX_RUNNING, MAX_WAITING
 from asynchicache.integrations.transformers.model import PrefixCachedModel
 from asynchicache.integrations.transformers.sampling import Sampling
 from asynchicache.planner.hints import CacheHint
@@ -55,6 +56,7 @@ class ServedModel:
         answer_tokens: default limit on the answer of a chat.
         temperature, top_p: defaults of requests.
         folder: of the checkpoint, as it was given; None: there is none.
+        choices: most answers of one request.
     """
 
     name: str
@@ -66,6 +68,7 @@ class ServedModel:
     temperature: float = 1.0
     top_p: float = 1.0
     folder: Path | None = None
+    choices: int = MAX_RUNNING + MAX_WAITING
 
     def is_called(self, name: str) -> bool:
         """Whether a request may name the model so: by its name, or by its folder, as other servers do."""
@@ -119,7 +122,7 @@ class RequestCounts:
 
 
 class Api:
-    """Answers requests with one model.
+    """AnswerSet requests with one model.
 
     Args:
         model: an open model; the caller closes it.
@@ -174,16 +177,18 @@ class Api:
         """
         with self._working():
             self._check(request)
-            tokens, hint = await self._tokens(request)
-            async with self._begin(request, tokens, hint, traceparent) as answer:
+            prompts = await self._prompts(request)
+            async with AsyncExitStack() as stack:
+                answers = await self._begin_all(stack, request, prompts, traceparent)
                 reply = self._reply(request, reply_type)
                 problem = None
                 if request.stream:
-                    problem = await _stream(answer, reply, send)
+                    problem = await _stream(answers, reply, send)
                 else:
-                    await _send_whole(answer, reply, send)
-                self._count(answer, problem)
-                return Answered(answer.usage, answer.first_token_seconds)
+                    await _send_whole(answers, reply, send)
+                answered = Answered(answers.usage, answers.first_token_seconds)
+                self._count(answered, problem)
+                return answered
 
     def storage_state(self) -> Literal["ok", "unavailable", "none"]:
         """`unavailable`: it is not open yet, or the breaker of a pool is; requests are served without it."""
@@ -199,7 +204,7 @@ class Api:
     def close(self) -> None:
         self._texts.shutdown(wait=False)
 
-    def _count(self, answer: Answer, problem: ApiError | None) -> None:
+    def _count(self, answer: Answered, problem: ApiError | None) -> None:
         if problem is not None:
             self.counts.refuse(problem)
             return
@@ -212,11 +217,13 @@ class Api:
         if request.model is not None and not self.served.is_called(request.model):
             raise unknown_model(request.model, self.served.name)
 
-    async def _tokens(self, request: GenerationRequest) -> tuple[list[int], CacheHint]:
-        """Return the token ids of the prompt, and the hint for the cache."""
+    async def _prompts(self, request: GenerationRequest) -> list[tuple[list[int], CacheHint]]:
+        """Return the token ids of each prompt, and its hint for the cache."""
         if isinstance(request, ChatRequest):
-            return await self._in_thread(partial(self._encoded_chat, request))
-        return await self._prompt_tokens(request), request.hint
+            return [await self._in_thread(partial(self._encoded_chat, request))]
+        if not isinstance(request, CompletionRequest):
+            raise TypeError(f"{type(request).__name__} has no prompt")
+        return [(await self._prompt_tokens(prompt), request.hint) for prompt in request.prompts()]
 
     def _encoded_chat(self, request: ChatRequest) -> tuple[list[int], CacheHint]:
         tokenizer, conversation, hint = self.served.tokenizer, request.conversation(), request.hint
@@ -225,40 +232,68 @@ class Api:
             hint = replace(hint, repeats=tokenizer.repeated(conversation, tokens))
         return tokens, hint
 
-    async def _prompt_tokens(self, request: GenerationRequest) -> list[int]:
-        tokenizer = self.served.tokenizer
-        if not isinstance(request, CompletionRequest):
-            raise TypeError(f"{type(request).__name__} has no prompt")
-        prompt = request.one_prompt()
+    async def _prompt_tokens(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
             return token_ids(prompt, self.served.vocabulary)
-        return await self._in_thread(partial(tokenizer.encode, prompt))
+        return await self._in_thread(partial(self.served.tokenizer.encode, prompt))
+
+    async def _begin_all(
+        self,
+        stack: AsyncExitStack,
+        request: GenerationRequest,
+        prompts: Sequence[tuple[list[int], CacheHint]],
+        traceparent: str | None,
+    ) -> AnswerSet:
+        """Start all answers; `stack` ends them."""
+        choices, most = request.n or 1, self.served.choices
+        if len(prompts) * choices > most:
+            raise ApiError(
+                f"{len(prompts)} prompts with {choices} answers each are more than the {most} that run and "
+                "wait together: send fewer at once, or raise --max-waiting",
+                param="n" if choices > most else "prompt",
+            )
+        begun = [
+            await stack.enter_async_context(self._begin(request, tokens, hint, number, traceparent))
+            for tokens, hint in prompts
+            for number in range(choices)
+        ]
+        return AnswerSet(begun, choices)
 
     def _begin(
-        self, request: GenerationRequest, tokens: list[int], hint: CacheHint, traceparent: str | None
+        self,
+        request: GenerationRequest,
+        tokens: list[int],
+        hint: CacheHint,
+        number: int,
+        traceparent: str | None,
     ) -> Answer:
-        """Start the generation, or queue it."""
-        served = self.served
+        """Start a generation, or queue it; `number`: which of the choices it is."""
+        served, likely = self.served, request.likely
         stop_ids = frozenset[int]() if request.ignore_eos else served.stop_ids
+        echo = isinstance(request, CompletionRequest) and bool(request.echo)
+        new_tokens = self._new_tokens(request, len(tokens))
         try:
             generation = self.model.generate(
                 tokens,
-                max_new_tokens=self._new_tokens(request, len(tokens)),
-                sampling=self._sampling(request),
+                max_new_tokens=max(new_tokens, 1),  # the model has computed it with the prompt
+                sampling=self._sampling(request, number),
                 salt=request.cache_salt,
                 hint=hint,
                 stop_token_ids=stop_ids,
                 traceparent=traceparent,
+                logprobs=None if likely is None else min(likely, served.vocabulary),
+                prompt_logprobs=echo and likely is not None,
             )
         except BusyError as error:
             raise overloaded(f"{error}: try again later", self._retry_after()) from error
-        return Answer(generation, served.tokenizer.detokenizer(tokens), request.stops, stop_ids)
+        wanted = Wanted(request.stops, stop_ids, echo, answer=new_tokens > 0)
+        return Answer(generation, served.tokenizer, tokens, wanted)
 
     def _new_tokens(self, request: GenerationRequest, prompt: int) -> int:
         """Return the most tokens to generate after a prompt of `prompt` tokens."""
         room = self.served.context - prompt
-        wanted = request.limit or min(self.served.answer_tokens, max(room, 1))
-        if wanted > room:
+        wanted = min(self.served.answer_tokens, max(room, 1)) if request.limit is None else request.limit
+        if max(wanted, 1) > room:
             raise ApiError(
                 f"the prompt has {prompt} tokens and {wanted} are to be generated, together more than the "
                 f"{self.served.context} that there is room for: shorten the prompt, or lower max_tokens",
@@ -266,10 +301,11 @@ class Api:
             )
         return wanted
 
-    def _sampling(self, request: GenerationRequest) -> Sampling:
+    def _sampling(self, request: GenerationRequest, number: int) -> Sampling:
         temperature = self.served.temperature if request.temperature is None else request.temperature
         top_p = self.served.top_p if request.top_p is None else request.top_p
-        seed = None if request.seed is None else request.seed % 2**64  # OpenAI allows negative seeds
+        # OpenAI allows negative seeds. Equal seeds would draw equal choices.
+        seed = None if request.seed is None else (request.seed + number) % 2**64
         return Sampling(temperature=temperature, top_p=top_p, top_k=max(request.top_k or 0, 0), seed=seed)
 
     def _reply(self, request: GenerationRequest, reply_type: type[Reply]) -> Reply:
@@ -307,37 +343,56 @@ def unknown_model(name: str | None, known: str) -> ApiError:
     return ApiError(message, status=404, param="model", code="model_not_found")
 
 
-async def _send_whole(answer: Answer, reply: Reply, send: Send) -> None:
-    async with aclosing(answer.pieces()) as pieces:
-        text = "".join([piece async for piece in pieces])
-    body = reply.whole(text, answer.finish_reason, answer.usage)
+async def _send_whole(answers: AnswerSet, reply: Reply, send: Send) -> None:
+    came: list[list[AnswerPiece]] = [[] for _ in range(len(answers))]
+    whole: dict[int, Choice] = {}
+    async with aclosing(answers.pieces()) as pieces:
+        async for number, piece in pieces:
+            if isinstance(piece, AnswerPiece):
+                came[number].append(piece)
+            else:
+                scores = [score for one in came[number] for score in one.scores]
+                whole[number] = ("".join(one.text for one in came[number]), scores, piece)
+    body = reply.whole([whole[number] for number in range(len(answers))], answers.usage)
     await _start(send, b"application/json", len(body))
     await send({"type": "http.response.body", "body": body})
 
 
-async def _stream(answer: Answer, reply: Reply, send: Send) -> ApiError | None:
+async def _stream(answers: AnswerSet, reply: Reply, send: Send) -> ApiError | None:
     """Send server-sent events. The status goes out with the first token, so earlier failures can set it.
 
     Returns:
         the error of a failure after that, which was sent as an event; None on success.
     """
-    async with aclosing(answer.pieces()) as pieces:
-        first = await anext(pieces)
+    async with aclosing(_chunks(answers, reply)) as chunks:
+        first = await anext(chunks)
         await _start(send, b"text/event-stream; charset=utf-8")
-        begin = reply.piece(first, answer.usage) if first else b""
-        await _send_part(send, reply.opening(answer.usage) + begin)
+        await _send_part(send, first)
         try:
-            async for text in pieces:
-                if text:
-                    await _send_part(send, reply.piece(text, answer.usage))
+            async for chunk in chunks:
+                await _send_part(send, chunk)
         except (CacheError, RuntimeError) as error:  # too late for a status
             _log.exception("the model failed in the middle of an answer")
             problem = refusal(error)
             await send({"type": "http.response.body", "body": server_sent(problem.body())})
             return problem
-    end = reply.closing(answer.finish_reason, answer.usage) + reply.used(answer.usage) + STREAM_END
-    await send({"type": "http.response.body", "body": end})
+    await send({"type": "http.response.body", "body": reply.used(answers.usage) + STREAM_END})
     return None
+
+
+async def _chunks(answers: AnswerSet, reply: Reply) -> AsyncGenerator[bytes, None]:
+    """Yield the chunks of all answers, the first one when the first token has come."""
+    begun, left = False, len(answers)
+    async with aclosing(answers.pieces()) as pieces:
+        async for number, piece in pieces:
+            usage = answers.usage if reply.extras.usage_always or not isinstance(piece, AnswerPiece) else None
+            data = b"" if begun else b"".join(reply.opening(one, usage) for one in range(left))
+            begun = True
+            if isinstance(piece, AnswerPiece):
+                yield data + reply.piece(number, piece, usage)
+            else:
+                left -= 1
+                yield data + reply.closing(number, piece, usage, last=not left)
 
 
 async def _start(send: Send, kind: bytes, length: int | None = None) -> None:

@@ -17,20 +17,21 @@ from asynchicache.errors import ConfigError
 from asynchicache.integrations.serve.problems import ApiError
 from asynchicache.integrations.serve.replies import Extras
 from asynchicache.integrations.serve.tokenizers import Conversation
+from asynchicache.options import Natural
 from asynchicache.planner.hints import MAX_KEEP_SECONDS, MAX_REPEATS, NO_HINT, CacheHint
 
 RequestT = TypeVar("RequestT", bound="GenerationRequest")
 
 MAX_STOPS = 16
+MAX_CHOICES = 128
+MAX_LIKELY = 20
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 _UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "n": ((1,), "send as many requests instead: they share the cached prompt"),
-    "best_of": ((1,), "send as many requests, and choose"),
-    "echo": ((False,), "the prompt is known to the client"),
+    "best_of": ((1,), "send n, and choose"),
+    "echo": ((False,), "use /v1/completions"),
     "suffix": (("",), "text is continued, not filled in"),
-    "logprobs": ((False,), "probabilities are not told"),
-    "top_logprobs": ((0,), "probabilities are not told"),
+    "top_logprobs": ((0,), "logprobs says how many, in /v1/completions"),
     "presence_penalty": ((0,), "use temperature and top_p"),
     "frequency_penalty": ((0,), "use temperature and top_p"),
     "repetition_penalty": ((1,), "use temperature and top_p"),
@@ -132,6 +133,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
         top_k: sample from the `top_k` likeliest tokens; 0 or -1: from all.
         seed: seed of the sampling; equal requests with a seed get equal answers.
         stop: strings that end the answer and are not part of it.
+        n: answers to each prompt; with a `seed`, each has the next one.
+        max_tokens, max_completion_tokens: most tokens of an answer; 0 computes the prompt only.
         ignore_eos: generate up to the limit, even past end-of-text tokens.
         cache_salt: requests with different salts share nothing in the cache.
         cache_hint: whether the prompt will be continued, is over, or is to be kept; see `planner.hints`.
@@ -149,8 +152,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     cache_hint: CacheHintFields | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Natural | None = None
+    max_completion_tokens: Natural | None = None
     return_cached_tokens_details: bool | None = None
 
     @property
@@ -179,7 +183,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     @property
     def limit(self) -> int | None:
         """Most tokens to generate; None for the server's default."""
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def likely(self) -> int | None:
+        """How many likely tokens to name for each token of the answer; None: no log probabilities.
+
+        Raises:
+            ApiError: it is not said whether there are any.
+        """
+        return None
 
 
 class WeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -200,34 +213,44 @@ def decode_weights(body: bytes) -> WeightsRequest:
 
 
 class CompletionRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/completions`."""
+    """The body of `POST /v1/completions`.
+
+    Attributes:
+        prompt: one or several, each a text or token ids.
+        echo: the prompt comes before its answer, in `logprobs` too.
+        logprobs: how many likely tokens to name for each token.
+    """
 
     prompt: str | list[int | str | list[int]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LIKELY)] | None = None
 
     @property
     def limit(self) -> int:
-        return super().limit or _COMPLETION_TOKENS
+        given = super().limit
+        return _COMPLETION_TOKENS if given is None else given
 
-    def one_prompt(self) -> str | list[int]:
-        """Return the prompt, as text or as token ids.
+    @property
+    def likely(self) -> int | None:
+        return self.logprobs
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return each prompt, as text or as token ids.
 
         Raises:
-            ApiError: the prompt is empty, or there are several.
+            ApiError: a prompt is empty, or there is none; or token ids stand beside other prompts.
         """
-        prompt: str | Sequence[int | str | list[int]] = self.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-            prompt = prompt[0]
-        if not prompt:
+        prompts: list[str | list[int]] = [self.prompt] if isinstance(self.prompt, str) else []
+        if not prompts:
+            ids = [one for one in self.prompt if isinstance(one, int)]
+            prompts = [one for one in self.prompt if not isinstance(one, int)]
+            if ids and prompts:
+                rule = "put each prompt's ids into a list of its own"
+                raise ApiError(f"prompt mixes token ids and prompts: {rule}", param="prompt")
+            prompts = prompts or [ids]
+        if not all(prompts):
             raise ApiError("prompt is empty: send text, or token ids", param="prompt")
-        if isinstance(prompt, str):
-            return prompt
-        ids = [token for token in prompt if isinstance(token, int)]
-        if len(ids) != len(prompt):
-            raise ApiError(
-                f"prompt holds {len(prompt)} prompts: send one text, or one list of token ids, a request",
-                param="prompt",
-            )
-        return ids
+        return prompts
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -313,6 +336,8 @@ class ChatRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /v1/chat/completions`.
 
     Attributes:
+        logprobs: tell the log probability of each token of the answer.
+        top_logprobs: how many likely tokens to name in its place.
         tools: what the chat template is to offer the model. The answer is text; calls in it are not parsed.
         chat_template_kwargs: more variables of the chat template, such as `enable_thinking`.
         reasoning_effort: likewise.
@@ -322,6 +347,16 @@ class ChatRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LIKELY)] | None = None
+
+    @property
+    def likely(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(
+                "top_logprobs without logprobs: send logprobs true too, or leave it out", param="top_logprobs"
+            )
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def conversation(self) -> Conversation:
         """Return what the chat template takes.

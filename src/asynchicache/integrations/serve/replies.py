@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -12,6 +12,35 @@ ApiFinishReason: TypeAlias = Literal["stop", "length"]
 Body: TypeAlias = dict[str, Any]
 
 STREAM_END = b"data: [DONE]\n\n"
+_IMPOSSIBLE = -9999.0
+"""Told in place of the logarithm of 0, as vLLM does."""
+
+
+class Score(NamedTuple):
+    """The log probability of one token.
+
+    Attributes:
+        text: the token's.
+        logprob: natural logarithm of its probability; None for the first token of a prompt.
+        top: the likeliest tokens in its place, with theirs.
+        offset: characters before it.
+    """
+
+    text: str
+    logprob: float | None
+    top: Sequence[tuple[str, float]]
+    offset: int
+
+
+class AnswerPiece(NamedTuple):
+    """What one token adds to an answer; of the first one also what it adds to an echo."""
+
+    text: str
+    scores: Sequence[Score] = ()
+
+
+Choice: TypeAlias = tuple[str, Sequence[Score], ApiFinishReason]
+"""A whole answer: its text, the scores of its tokens, and why it ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +102,33 @@ class Reply:
     WHOLE: ClassVar[str]
     CHUNK: ClassVar[str]
 
-    def whole(self, text: str, reason: ApiFinishReason, usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """Return the body of a reply that is not streamed."""
-        body = self._body(self.WHOLE, [self._choice(self._full(text), reason)])
+        shown = [
+            self._choice(number, self._full(text), scores, reason)
+            for number, (text, scores, reason) in enumerate(choices)
+        ]
+        body = self._body(self.WHOLE, shown)
         return msgspec.json.encode(body | {"usage": usage.as_json()} | self._tiers(usage))
 
-    def opening(self, usage: Usage) -> bytes:
-        """Return the first chunk of a stream, before any text; may be empty."""
+    def opening(self, number: int, usage: Usage | None) -> bytes:
+        """Return the first chunk of a choice, before any text; may be empty."""
         return b""
 
-    def piece(self, text: str, usage: Usage) -> bytes:
-        """Return a chunk of text; `usage`: the counts so far."""
-        return self._chunk([self._choice(self._part(text), None)], usage)
+    def piece(self, number: int, piece: AnswerPiece, usage: Usage | None) -> bytes:
+        """Return a chunk of a choice; empty if it tells nothing. `usage`: the counts so far, if told."""
+        if not piece.text and not piece.scores:
+            return b""
+        return self._chunk([self._choice(number, self._part(piece.text), piece.scores, None)], usage)
 
-    def closing(self, reason: ApiFinishReason, usage: Usage) -> bytes:
-        """Return the chunk with the finish reason."""
-        return self._chunk([self._choice(self._part(""), reason)], usage, self._tiers(usage))
+    def closing(self, number: int, reason: ApiFinishReason, usage: Usage | None, *, last: bool) -> bytes:
+        """Return the chunk with the finish reason of a choice, which is the `last` of a stream or not."""
+        # Tiers stand beside a choice: SGLang's own benchmark reads no chunk without one.
+        more = self._tiers(usage) if last and usage else {}
+        return self._chunk([self._choice(number, self._part(""), (), reason)], usage, more)
 
     def used(self, usage: Usage) -> bytes:
-        """Return the chunk with token counts, after `closing`; empty if not requested."""
+        """Return the chunk with token counts, after all choices; empty if not requested."""
         return self._chunk([], None, {"usage": usage.as_json()}) if self.extras.usage else b""
 
     def _full(self, text: str) -> Body:
@@ -100,11 +137,21 @@ class Reply:
     def _part(self, text: str) -> Body:
         return {"text": text}
 
-    def _choice(self, content: Body, reason: ApiFinishReason | None) -> Body:
-        return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+    def _choice(
+        self, number: int, content: Body, scores: Sequence[Score], reason: ApiFinishReason | None
+    ) -> Body:
+        told = self._scores(scores) if scores else None
+        return {"index": number, **content, "logprobs": told, "finish_reason": reason}
+
+    def _scores(self, scores: Sequence[Score]) -> Body:
+        return {
+            "tokens": [score.text for score in scores],
+            "token_logprobs": [_told(score.logprob) for score in scores],
+            "top_logprobs": [_likeliest(score) for score in scores],
+            "text_offset": [score.offset for score in scores],
+        }
 
     def _tiers(self, usage: Usage) -> Body:
-        # With a choice: SGLang's own benchmark reads no chunk without one.
         return {"sglext": {"cached_tokens_details": dict(usage.by_tier)}} if self.extras.tiers else {}
 
     def _chunk(self, choices: list[Body], usage: Usage | None, more: Body | None = None) -> bytes:
@@ -131,15 +178,41 @@ class ChatReply(Reply):
     __slots__ = ()
     PREFIX, WHOLE, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self, usage: Usage) -> bytes:
+    def opening(self, number: int, usage: Usage | None) -> bytes:
         delta = {"delta": {"role": "assistant", "content": ""}}
-        return self._chunk([self._choice(delta, None)], usage)
+        return self._chunk([self._choice(number, delta, (), None)], usage)
 
     def _full(self, text: str) -> Body:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def _part(self, text: str) -> Body:
         return {"delta": {"content": text} if text else {}}
+
+    def _scores(self, scores: Sequence[Score]) -> Body:
+        return {
+            "content": [
+                _token(score.text, score.logprob)
+                | {"top_logprobs": [_token(text, logprob) for text, logprob in score.top]}
+                for score in scores
+            ]
+        }
+
+
+def _token(text: str, logprob: float | None) -> Body:
+    return {"token": text, "logprob": _told(logprob), "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def _told(logprob: float | None) -> float | None:
+    """JSON has no infinity."""
+    return None if logprob is None else max(logprob, _IMPOSSIBLE)
+
+
+def _likeliest(score: Score) -> dict[str, float | None] | None:
+    """The likeliest tokens and the chosen one; of equal texts, the likelier token's."""
+    if score.logprob is None:
+        return None
+    pairs = sorted([*score.top, (score.text, score.logprob)], key=lambda pair: pair[1])
+    return {text: _told(logprob) for text, logprob in pairs}
 
 
 def server_sent(data: bytes) -> bytes:

@@ -197,6 +197,7 @@ def _served(loaded: LoadedModel, settings: ServeSettings, capacity: int) -> Serv
         temperature=loaded.temperature,
         top_p=loaded.top_p,
         folder=loaded.folder,
+        choices=settings.max_running + settings.max_waiting,
     )
 
 

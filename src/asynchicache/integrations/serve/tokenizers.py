@@ -29,6 +29,7 @@ class Conversation(NamedTuple):
 
 
 _REPLACEMENT = "\ufffd"
+_BY_ID = "token_id:"
 _CONTEXT = 5  # prompt tokens decoded with the first answer tokens: they decide on a leading space
 _FRAME = ("bos", "eos", "pad", "cls", "sep")
 _LONGEST = 8  # most tokens of one character; a longer sequence without text never becomes text
@@ -68,6 +69,10 @@ class Tokenizer(Protocol):
         """Return a detokenizer for an answer to `prompt`."""
         ...
 
+    def token_text(self, token: int) -> str:
+        """Return the text of one token; `token_id:` and its id if it is a part of a character."""
+        ...
+
 
 class ByteTokenizer:
     """One token per byte of UTF-8, for models without a tokenizer.
@@ -105,6 +110,9 @@ class ByteTokenizer:
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
         return _ByteDetokenizer(self._ESCAPES, self._escaped)
+
+    def token_text(self, token: int) -> str:
+        return chr(token) if token < 0x80 else f"{_BY_ID}{token}"
 
 
 def _plain_turn(message: Mapping[str, Any]) -> str:
@@ -166,6 +174,7 @@ class CheckpointTokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._hidden = stop_ids | {getattr(tokenizer, f"{name}_token_id") for name in _FRAME}
+        self._texts: dict[int, str] = {}
         added = tokenizer.added_tokens_decoder.items()
         self._special = {*tokenizer.all_special_ids, *(token for token, one in added if one.special)}
 
@@ -217,6 +226,14 @@ class CheckpointTokenizer:
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
         context = [token for token in prompt[-_CONTEXT:] if token not in self._special]
         return _SlidingDetokenizer(self._tokenizer, context, self._hidden)
+
+    def token_text(self, token: int) -> str:
+        if token not in self._texts:
+            # The second of two, because decoding drops a space before the first.
+            alone, twice = (self._tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+            text = twice[len(alone) :]
+            self._texts[token] = text if text and _REPLACEMENT not in text else f"{_BY_ID}{token}"
+        return self._texts[token]
 
 
 class _SlidingDetokenizer:

@@ -37,11 +37,12 @@ class Restore(msgspec.Struct, frozen=True, tag="restore", array_like=True):
 
 
 class Feed(msgspec.Struct, frozen=True, tag="feed", array_like=True):
-    """Compute `tokens`, which follow the first `start` tokens of a sequence."""
+    """Compute `tokens`, which follow the first `start` tokens of a sequence; `every`: logits after each."""
 
     sequence: int
     start: int
     tokens: list[int]
+    every: bool = False
 
 
 class Save(msgspec.Struct, frozen=True, tag="save", array_like=True):
@@ -134,8 +135,8 @@ class ModelRank:
         """Carry out a call.
 
         Returns:
-            of `Feed`, logits after the last token, `[vocabulary]`; of `Decode`, those of each sequence,
-            `[batch, vocabulary]`; of other calls, nothing (`[0]`).
+            of `Feed`, logits after the last token, `[vocabulary]`, or after each; of `Decode`, those of each
+            sequence, `[batch, vocabulary]`; of other calls, nothing (`[0]`).
 
         Raises:
             UsageError: the model's memory does not fit the pools.
@@ -147,7 +148,7 @@ class ModelRank:
                 self.sequences[call.sequence] = SequenceMemory(cache, call.tokens)
             case Feed():
                 one = self.sequences[call.sequence]
-                logits = feed(self._model, one.cache, call.tokens, call.start)
+                logits = feed(self._model, one.cache, call.tokens, call.start, every=call.every)
                 one.length += len(call.tokens)
                 return logits
             case Save():

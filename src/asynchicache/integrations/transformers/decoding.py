@@ -167,7 +167,7 @@ def _choose_all(rows: Sequence[Row], logits: torch.Tensor) -> list[int | Runtime
 def _choose(row: Row, logits: torch.Tensor) -> int | RuntimeError:
     """Choose a row's next token. Logits that are not finite fail this row only, not its batch."""
     try:
-        return row.job.sampler.choose(logits)
+        return row.job.choose(logits)
     except RuntimeError as error:
         return error
 

@@ -71,13 +71,21 @@ def known_tokens(tokens: Iterable[int], vocabulary: int) -> array[int]:
     return ids
 
 
-def feed(model: PreTrainedModel, cache: DynamicCache, tokens: Sequence[int], start: int) -> torch.Tensor:
-    """As `prefill`, from the new `tokens` alone; at least one, after `start` tokens in the cache."""
+def feed(
+    model: PreTrainedModel, cache: DynamicCache, tokens: Sequence[int], start: int, *, every: bool = False
+) -> torch.Tensor:
+    """As `prefill`, from the new `tokens` alone; at least one, after `start` tokens in the cache.
+
+    Returns:
+        logits after the last token, `[vocabulary]`; with `every`, after each of `tokens`, `[n, vocabulary]`.
+    """
     step = 1 if start and feeds_one_by_one(model) else len(tokens)
+    kept: list[torch.Tensor] = []
     for begin in range(0, len(tokens), step):
         ids = torch.tensor([tokens[begin : begin + step]], dtype=torch.int64, device=model.device)
-        logits = _forward(model, cache, ids, start + begin)
-    return logits[0]
+        logits = _forward(model, cache, ids, start + begin, logits=ids.shape[1] if every else 1)[0]
+        kept = [*kept, logits] if every else [logits]
+    return torch.cat(kept) if every else kept[0][-1]
 
 
 def feeds_one_by_one(model: PreTrainedModel) -> bool:
@@ -131,13 +139,23 @@ def decode(
         UsageError: the cache has another length.
     """
     ids = torch.tensor(last_tokens, dtype=torch.int64, device=model.device).unsqueeze(1)
-    return _forward(model, cache, ids, length, padding if any(padding) else ())
+    return _forward(model, cache, ids, length, padding if any(padding) else ())[:, -1]
 
 
 def _forward(
-    model: PreTrainedModel, cache: DynamicCache, ids: torch.Tensor, start: int, padding: Sequence[int] = ()
+    model: PreTrainedModel,
+    cache: DynamicCache,
+    ids: torch.Tensor,
+    start: int,
+    padding: Sequence[int] = (),
+    *,
+    logits: int = 1,
 ) -> torch.Tensor:
-    """Return logits after the last of `ids` `[batch, n]`, which follow `start` cached tokens."""
+    """Return logits after the last of `ids` `[batch, n]`, which follow `start` cached tokens.
+
+    Args:
+        logits: after how many of them, `[batch, logits, vocabulary]`.
+    """
     held = cache.get_seq_length()
     if held != start:
         raise UsageError(f"the cache holds {held} tokens, not {start}")
@@ -152,7 +170,7 @@ def _forward(
             attention_mask=(torch.arange(stop, device=ids.device).expand(batch, -1) >= before).long(),
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=logits,
         )
-    logits: torch.Tensor = output.logits[:, -1]
-    return logits
+    kept: torch.Tensor = output.logits[:, -logits:]
+    return kept

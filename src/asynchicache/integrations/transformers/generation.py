@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import torch
+
 from asynchicache.cache import Hit
 from asynchicache.errors import UsageError
 from asynchicache.integrations.transformers.sampling import Sampler, Sampling
+from asynchicache.integrations.transformers.scores import TokenScore, token_scores
 from asynchicache.integrations.transformers.stopping import FinishReason, StopRule
 from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.types import MissReason, Tier
@@ -24,6 +27,9 @@ class GenerationJob:
         namespace, salt, traceparent, hint: as in `HybridCache.request`.
         sampler: chooses tokens.
         rule: decides when the output ends.
+        logprobs: how many likely tokens the scores name; None for no scores.
+        scores: of the generated tokens, if wanted; written on the model's thread, ahead of `generated`.
+        prompt_scores: of the prompt's tokens but the first, if wanted; else None.
         generated: token ids so far; the last one was not fed to the model yet.
         hit: the part of the prompt that the cache served.
         decoding: whether the prefill is done; `cancel` then takes effect at the next token.
@@ -40,11 +46,16 @@ class GenerationJob:
         salt: str | None,
         traceparent: str | None = None,
         hint: CacheHint = NO_HINT,
+        logprobs: int | None = None,
+        prompt_logprobs: bool = False,
     ) -> None:
         self.prompt = prompt
         self.namespace, self.salt, self.traceparent, self.hint = namespace, salt, traceparent, hint
         self.sampler = Sampler(sampling)
         self.rule = rule
+        self.logprobs = logprobs
+        self.scores: list[TokenScore] = []
+        self.prompt_scores: list[TokenScore] | None = [] if prompt_logprobs else None
         self.generated: list[int] = []
         self.hit = Hit(0)
         self.decoding = False
@@ -59,6 +70,28 @@ class GenerationJob:
     def tokens(self) -> array[int]:
         """The prompt and the generated tokens."""
         return self.prompt + array("q", self.generated)
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """Choose the next token by its logits `[vocabulary]`; runs on the model's thread.
+
+        Raises:
+            RuntimeError: as of `Sampler.choose`.
+        """
+        token = self.sampler.choose(logits)
+        if self.logprobs is not None:
+            self.scores += token_scores(logits.unsqueeze(0), [token], self.logprobs)
+        return token
+
+    def score_prompt(self, start: int, logits: torch.Tensor) -> None:
+        """Score the prompt's tokens that follow each of some; runs on the model's thread.
+
+        Args:
+            start: where these tokens begin in the prompt.
+            logits: after each of them, `[n, vocabulary]`.
+        """
+        assert self.prompt_scores is not None, "the scores are wanted"
+        following = self.prompt[start + 1 : start + 1 + len(logits)].tolist()
+        self.prompt_scores += token_scores(logits[: len(following)], following, self.logprobs or 0)
 
     def take(self, token: int) -> None:
         """Append the model's next token."""
@@ -102,6 +135,16 @@ class Generation:
     def token_ids(self) -> list[int]:
         """The ids generated so far, including ids not yet read."""
         return list(self._job.generated)
+
+    @property
+    def scores(self) -> list[TokenScore]:
+        """Log probabilities of `token_ids`, if `logprobs` were asked for."""
+        return self._job.scores[: len(self._job.generated)]
+
+    @property
+    def prompt_scores(self) -> list[TokenScore] | None:
+        """Log probabilities of the prompt's tokens but the first, if asked for; known at the first token."""
+        return self._job.prompt_scores
 
     @property
     def cached_tokens(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Self
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from asynchicache.cache import HybridCache, Request
@@ -31,6 +32,7 @@ from asynchicache.integrations.transformers.prefill_runner import (
     open_prefill_runner,
 )
 from asynchicache.integrations.transformers.sampling import GREEDY, Sampling
+from asynchicache.integrations.transformers.scores import check_scores
 from asynchicache.integrations.transformers.sharing import PromptSharing
 from asynchicache.integrations.transformers.stopping import StopRule, end_tokens
 from asynchicache.integrations.transformers.weights import base_model
@@ -172,6 +174,8 @@ class PrefixCachedModel:
         stop: Sequence[str] = (),
         traceparent: str | None = None,
         hint: CacheHint = NO_HINT,
+        logprobs: int | None = None,
+        prompt_logprobs: bool = False,
     ) -> Generation:
         """Start a generation; its tokens arrive as they are computed.
 
@@ -184,6 +188,8 @@ class PrefixCachedModel:
             stop: strings; the output ends with the token that completes one. Needs a tokenizer.
             traceparent: W3C header of the parent span, for a tracer of the cache.
             hint: what the client knows about the future of these pages.
+            logprobs: score the output, and name so many of the likeliest tokens. Default: None, no scores.
+            prompt_logprobs: score the prompt too, which is computed whole: the cache keeps no logits.
 
         Raises:
             InvalidTokensError: no tokens, or ids outside the model's vocabulary.
@@ -193,26 +199,45 @@ class PrefixCachedModel:
             BusyError: the queue is full.
             ClosedError: the model is closed.
         """
-        self._loop.check()
-        if self._closed:
-            raise ClosedError("the model is closed: generate inside `async with`")
+        self._check_open()
         check_kind("sampling", sampling, Sampling, "pass Sampling(...)")
         check_kind("hint", hint, CacheHint, "pass CacheHint(...)")
+        check_scores(logprobs, self._vocabulary, prompt=prompt_logprobs)
         ends = self._ends if stop_token_ids is None else stop_token_ids
         rule = StopRule(max_new_tokens, ends, stop, self._tokenizer, self._vocabulary)
         prompt = known_tokens(tokens, self._vocabulary)[:]
-        if self._steady is not None and len(prompt) + max_new_tokens > self._steady:
-            raise CapacityError(
-                f"{len(prompt)} + {max_new_tokens} tokens: beyond {self._steady}, the rotary embedding of "
-                "this model depends on the length, so no prefix can be shared"
-            )
+        self._check_steady(len(prompt), max_new_tokens)
         if self._invitations is not None and not hint.repeats:
             hint = replace(hint, repeats=self._invitations.repeated(prompt))
         job = GenerationJob(
-            prompt, sampling, rule, namespace=namespace, salt=salt, traceparent=traceparent, hint=hint
+            prompt,
+            sampling,
+            rule,
+            namespace=namespace,
+            salt=salt,
+            traceparent=traceparent,
+            hint=hint,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
+        return self._begin(job)
+
+    def _check_open(self) -> None:
+        self._loop.check()
+        if self._closed:
+            raise ClosedError("the model is closed: generate inside `async with`")
+
+    def _check_steady(self, prompt: int, new: int) -> None:
+        if self._steady is not None and prompt + new > self._steady:
+            raise CapacityError(
+                f"{prompt} + {new} tokens: beyond {self._steady}, the rotary embedding of this model depends "
+                "on the length, so no prefix can be shared"
+            )
+
+    def _begin(self, job: GenerationJob) -> Generation:
+        """Queue a generation."""
         request = self._request(job)
-        most = len(prompt) + max_new_tokens + self.spec.page_size - 1
+        most = len(job.prompt) + job.rule.max_new_tokens + self.spec.page_size - 1
         queued = self._admission.join(self._runner.context.whole(most))
         self._sharing.join(job)
         job.task = asyncio.create_task(self._serve(job, queued, request), name="generation")
@@ -286,20 +311,17 @@ class PrefixCachedModel:
         with ExitStack() as stack:
             stack.callback(request.end_record)
             sequence = stack.enter_context(self._runner.context.calls.sequence())
-            async with request:
-                await request.prefetch()
-                prompt = job.prompt.tolist()
-                request.rest()  # releases its leases, so that they do not block eviction while it waits
-                async with self._prefilling:
-                    self._sharing.leave(job)
-                    row = await self._prefill(job, request, sequence, prompt)
+            if job.prompt_scores is not None:
+                row, published = await self._score(job, sequence), 0
+            else:
+                row, published = await self._prefilled(job, request, sequence), len(job.prompt)
             await self._decoder.run(row)
             if not self._runner.context.is_current(request):
                 return
             ending = self._request(job)
             ending.record_of = request
             async with ending as output:
-                await self._runner.publish(output, sequence, row.length, row.kept, known=len(job.prompt))
+                await self._runner.publish(output, sequence, row.length, row.kept, known=published)
 
     def _request(self, job: GenerationJob) -> Request:
         return self._runner.context.request(
@@ -311,6 +333,27 @@ class PrefixCachedModel:
             hint=job.hint,
         )
 
+    async def _prefilled(self, job: GenerationJob, request: Request, sequence: int) -> Row:
+        async with request:
+            await request.prefetch()
+            prompt = job.prompt.tolist()
+            request.rest()  # releases its leases, so that they do not block eviction while it waits
+            async with self._prefilling:
+                self._sharing.leave(job)
+                return await self._prefill(job, request, sequence, prompt)
+
+    async def _score(self, job: GenerationJob, sequence: int) -> Row:
+        """Compute the whole prompt, score its tokens, and choose the first token of the output."""
+        async with self._prefilling:
+            self._sharing.leave(job)
+            logits = await self._runner.score(sequence, job.prompt.tolist(), job.score_prompt)
+            return await self._first(job, logits, sequence)
+
+    async def _first(self, job: GenerationJob, logits: torch.Tensor, sequence: int) -> Row:
+        """Choose the first token by the logits after the prompt."""
+        job.take(await self._runner.context.calls.here(partial(job.choose, logits)))
+        return Row(job, sequence)
+
     async def _prefill(self, job: GenerationJob, request: Request, sequence: int, prompt: list[int]) -> Row:
         """Prefill the prompt and choose the first token of the output."""
         prefilled = await self._runner.prefill(
@@ -318,5 +361,4 @@ class PrefixCachedModel:
         )
         assert prefilled.logits is not None, "a hit leaves a token to compute"
         job.hit = prefilled.hit
-        job.take(await self._runner.context.calls.here(partial(job.sampler.choose, prefilled.logits)))
-        return Row(job, sequence)
+        return await self._first(job, prefilled.logits, sequence)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakSet
 
 import torch
@@ -17,7 +18,7 @@ from asynchicache.config import CacheConfig
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.transformers.asking import check_spec, spec_from_model
 from asynchicache.integrations.transformers.bridge import CacheBridge
-from asynchicache.integrations.transformers.calls import Feed, ModelCalls, ModelRank, Trim
+from asynchicache.integrations.transformers.calls import Feed, ModelCalls, ModelRank, Restore, Trim
 from asynchicache.integrations.transformers.forward import feeds_one_by_one
 from asynchicache.integrations.transformers.prefix import CachedPrefix, PrefixContext
 from asynchicache.integrations.transformers.snapshot import new_cache
@@ -36,6 +37,8 @@ _OPEN: WeakSet[PreTrainedModel] = WeakSet()
 """Models that a runner's thread computes with."""
 _FEW = 16
 """One-token forwards in a row before calls of other requests run."""
+_SCORED = 128
+"""Most tokens of a forward whose logits are all kept: of a large vocabulary, each takes half a megabyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,31 @@ class PrefillRunner:
         await self._compute(running, request, tokens, end, shared)
         return Prefilled(running.prefix.hit, running.logits)
 
+    async def score(
+        self, sequence: int, tokens: Sequence[int], use: Callable[[int, torch.Tensor], None]
+    ) -> torch.Tensor:
+        """Compute a whole prompt without the cache, which keeps no logits.
+
+        Args:
+            sequence: its number in the model's memory.
+            tokens: the prompt.
+            use: gets each forward's start and its logits after each token, `[n, vocabulary]`, on the model's
+                thread.
+
+        Returns:
+            logits after the last token, `[vocabulary]`.
+        """
+        calls, at = self.context.calls, 0
+        await calls.run(Restore(sequence))
+        while at < len(tokens):
+            stop = self._stop(at, min(len(tokens), at + _SCORED))
+            call = Feed(sequence, at, list(tokens[at:stop]), every=True)
+            logits = await calls.compute(call, partial(_used, use, at))
+            if self.context.window_pages:
+                await calls.run(Trim(sequence))
+            at = stop
+        return logits
+
     async def _restore(self, request: Request, sequence: int) -> Prefill:
         prefix = CachedPrefix(self.context, request, sequence)
         await prefix.restore()
@@ -199,6 +227,11 @@ class PrefillRunner:
         for end, was_kept in ends:
             await prefix.save_late(end, kept=was_kept)
             await prefix.publish(end, final=end == ends[-1][0], states=states)
+
+
+def _used(use: Callable[[int, torch.Tensor], None], start: int, logits: torch.Tensor) -> torch.Tensor:
+    use(start, logits)
+    return logits[-1]
 
 
 async def open_prefill_runner(
