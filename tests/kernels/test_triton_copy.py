@@ -6,7 +6,6 @@ import os
 import re
 import struct
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -20,6 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+import forking
 
 triton = pytest.importorskip("triton")
 
@@ -57,8 +58,7 @@ CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
 def _run_checks(environment: dict[str, str]) -> None:
     """In a process of its own, see there."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CHECKS)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    run = forking.run(["-m", "pytest", "-q", "-p", "no:cacheprovider", CHECKS], env=environment)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -317,9 +317,7 @@ def test_a_machine_without_a_c_compiler_has_kernels(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if name not in ("CC", "TRITON_INTERPRET")}
     environment = kept | {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
 
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
+    run = forking.run(["-c", code], env=environment)
 
     assert int(run.stdout or 0) > 10_000, run.stderr
 

@@ -170,7 +170,7 @@ def test_zstd_without_its_package_says_what_to_install(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("kind", ["consecutive", "hashes", "hex"])
 def test_reading_takes_less_than_three_times_the_file(tmp_path: Path, kind: str):
     chance, talk, lines, count = random.Random(1), list[object](), list[dict[str, object]](), 0
-    for number in range(300):
+    for number in range(100):
         talk = [] if len(talk) > 1000 else talk
         for _ in range(30):
             count += 1

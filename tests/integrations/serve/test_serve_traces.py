@@ -36,11 +36,11 @@ def thinking(name: str, folder: Path) -> LoadedModel:
 
 
 async def chat(served: Running, loaded: LoadedModel) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
-    """Two conversations of four turns, in turns: the prompts; their lengths, those of the answers, and cached
-    tokens."""
+    """Two conversations of three turns, side by side: the prompts; their lengths, those of the answers, and
+    cached tokens."""
     prompts, found = [], []
     talks = [[{"role": "system", "content": SYSTEM}] for _ in range(2)]
-    for turn in range(4):
+    for turn in range(3):
         for number, talk in enumerate(talks):
             talk.append({"role": "user", "content": f"{number}{turn} " * (9 + 7 * turn + number)})
             prompts.append(loaded.tokenizer.encode_chat(Conversation(talk)))
@@ -158,7 +158,7 @@ async def test_any_policy_replays_to_what_was_hit(
     async with PrefixCachedModel.open(model, config=config, page_size=page, prefill_chunk=chunk) as served:
         served.cache.record(trace)
         talks = [random_tokens(10 + 30 * number) for number in range(2)]
-        for turn in range(10):
+        for turn in range(8):
             number, invitation = turn % 2, [7] * chance.choice([0, 5])
             talk = talks[number] + random_tokens(chance.randrange(1, 60), seed=turn)
             talk += [9] * (chance.choice([0, 1]) * (-len(talk) % page))
