@@ -215,6 +215,11 @@ def _value_of(option: str, text: str) -> object:
     return text if option in _WORDS and not isinstance(value, str) else value
 
 
+def admin_token() -> str:
+    """What operators of a server send, from ASYNCHICACHE_ADMIN_TOKEN; empty if there is none."""
+    return os.environ.get(ENVIRONMENT_PREFIX + "ADMIN_TOKEN", "")
+
+
 def python_hash_seed() -> str | None:
     """Python's PYTHONHASHSEED, from which vLLM seeds hashes that are not cryptographic."""
     return os.environ.get("PYTHONHASHSEED")

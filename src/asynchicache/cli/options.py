@@ -65,6 +65,9 @@ class ServeOptions(CommandOptions, frozen=True):
     ignore_unknown_fields: Annotated[bool, about("leave out unknown fields of requests; otherwise 400")] = (
         False
     )
+    admin_token: Annotated[
+        str, about("what operators send to flush, attach, ...; better: ASYNCHICACHE_ADMIN_TOKEN; empty: off")
+    ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], about("least level of the log on standard error")
     ] = "info"

@@ -52,6 +52,7 @@ def run(options: ServeOptions, output: Output) -> CommandResult:
 
 def settings_of(options: ServeOptions, cache: CacheConfig) -> ServeSettings:
     """The settings of the server for flags, and for options of the cache."""
+    from asynchicache.config import admin_token
     from asynchicache.integrations.serve.server import ServeSettings
 
     return ServeSettings(
@@ -70,6 +71,7 @@ def settings_of(options: ServeOptions, cache: CacheConfig) -> ServeSettings:
         kv_events=options.kv_events_config,
         record_trace=options.record_trace,
         trace=options.trace,
+        admin_token=options.admin_token or admin_token(),
     )
 
 

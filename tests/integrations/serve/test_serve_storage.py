@@ -123,22 +123,3 @@ async def test_a_saved_checkpoint_answers_as_its_model(tmp_path: Path) -> None:
             model="model", messages=messages, max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
         )
     assert answer.choices[0].message.content == as_text(loaded, uncached(loaded, prompt, 8))
-
-
-@pytest.mark.asyncio
-async def test_other_weights_have_a_name() -> None:
-    async with running(LOADED, cache=SMALL) as server:
-        assert await answered(server, PROMPT) == 0
-        assert await answered(server, PROMPT) > 0
-        for body, status in (({"weight_version": "2"}, 200), ({"weight_version": "2"}, 200)):
-            answer = await server.http.post("/update_weights", json=body)
-            assert (answer.status_code, answer.json()) == (status, body)
-            found = await answered(server, PROMPT)
-        assert found > 0, "the same name changes nothing"
-        await server.http.post("/update_weights", json={"weight_version": "3"})
-        assert await answered(server, PROMPT) == 0
-        for wrong in ({}, {"weight_version": ""}, {"weight_version": 3}, {"weight_version": "4", "more": 1}):
-            answer = await server.http.post("/update_weights", json=wrong)
-            assert answer.status_code == 400
-            assert answer.json()["error"]["message"]
-        assert server.api.model.cache.config.weight_version == "3"

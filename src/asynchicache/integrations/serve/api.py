@@ -20,6 +20,7 @@ from starlette.types import Send
 from asynchicache.errors import BusyError, CacheError
 from asynchicache.histograms import Histogram
 from asynchicache.integrations.serve.answering import Answer, AnswerSet, Wanted
+from asynchicache.integrations.serve.attaching import ServedStorage
 from asynchicache.integrations.serve.messages import (
     ChatRequest,
     CompletionRequest,
@@ -127,7 +128,7 @@ class Api:
     Args:
         model: an open model; the caller closes it.
         served: the model as clients see it.
-        storage: name of the configured storage, which may not be attached yet; empty for none.
+        storage: of the server, which may not be attached yet.
         records: a trace is recorded, which tells conversations by what their templates repeat.
 
     Attributes:
@@ -137,7 +138,7 @@ class Api:
     """
 
     def __init__(
-        self, model: PrefixCachedModel, served: ServedModel, storage: str = "", *, records: bool = False
+        self, model: PrefixCachedModel, served: ServedModel, storage: ServedStorage, *, records: bool = False
     ) -> None:
         self.model = model
         self.storage = storage
@@ -194,7 +195,7 @@ class Api:
         """`unavailable`: it is not open yet, or the breaker of a pool is; requests are served without it."""
         pools = self.model.cache.statistics().storage.values()
         if not pools:
-            return "unavailable" if self.storage else "none"
+            return "unavailable" if self.storage.name else "none"
         return "ok" if all(pool.breaker is BreakerState.CLOSED for pool in pools) else "unavailable"
 
     async def idle(self) -> None:

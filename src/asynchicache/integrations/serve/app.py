@@ -23,9 +23,9 @@ from asynchicache.integrations.serve.messages import (
     CompletionRequest,
     GenerationRequest,
     decode_request,
-    decode_weights,
 )
 from asynchicache.integrations.serve.metrics import CONTENT_TYPE, Metrics
+from asynchicache.integrations.serve.operators import OperatorEndpoints
 from asynchicache.integrations.serve.picture import PAGE, picture
 from asynchicache.integrations.serve.problems import ApiError, broken, crowded, refusal
 from asynchicache.integrations.serve.protocol import CROWDED
@@ -37,6 +37,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 def build_app(
     api: Api,
     *,
+    admin_token: str = "",
     max_body_bytes: int,
     max_bodies_bytes: int,
     max_connections: int = 4096,
@@ -46,6 +47,7 @@ def build_app(
 
     Args:
         api: answers requests; the caller closes it.
+        admin_token: what operators send; empty turns their endpoints off.
         max_body_bytes: most bytes of one body; longer bodies are refused.
         max_bodies_bytes: most bytes of all bodies that are being read or answered.
         max_connections: most connections; each has a guaranteed share of `max_bodies_bytes`.
@@ -63,7 +65,7 @@ def build_app(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/update_weights", WeightsEndpoint(api, bodies), methods=["POST"]),
+            *OperatorEndpoints(api, admin_token, room).routes(),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{name:path}", endpoints.model),
             Route("/health", endpoints.health),
@@ -118,21 +120,6 @@ class GenerationEndpoint:
     ) -> None:
         answered = await self._api.answer(request, self._reply_type, send, traceparent=traceparent)
         scope[DETAIL] = str(answered)
-
-
-class WeightsEndpoint:
-    """An ASGI application: whoever has changed the model's weights says what they are called."""
-
-    def __init__(self, api: Api, bodies: Bodies) -> None:
-        self._api = api
-        self._bodies = bodies
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._bodies.room.memory() as memory:
-            body = await read_body(Request(scope, receive), self._bodies.most, memory)
-        version = decode_weights(body).weight_version
-        await self._api.model.update_weights(version)
-        await JSONResponse({"weight_version": version})(scope, receive, send)
 
 
 class InfoEndpoints:

@@ -21,6 +21,7 @@ from asynchicache.options import Natural
 from asynchicache.planner.hints import MAX_KEEP_SECONDS, MAX_REPEATS, NO_HINT, CacheHint
 
 RequestT = TypeVar("RequestT", bound="GenerationRequest")
+OrderT = TypeVar("OrderT", bound=msgspec.Struct)
 
 MAX_STOPS = 16
 MAX_CHOICES = 128
@@ -201,13 +202,21 @@ class WeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight_version: Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-def decode_weights(body: bytes) -> WeightsRequest:
-    """
+class AttachRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /attach_storage`: a storage engine and its options; empty for the configured one."""
+
+    storage: Annotated[str, Meta(min_length=1)] | None = None
+    storage_options: dict[str, Any] | None = None
+
+
+def decode_order(body: bytes, kind: type[OrderT]) -> OrderT:
+    """Decode the body of an operator's request.
+
     Raises:
-        ApiError: the body is not JSON of this form.
+        ApiError: it is not JSON of this form.
     """
     try:
-        return msgspec.json.decode(body, type=WeightsRequest)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _unfit(error) from error
 

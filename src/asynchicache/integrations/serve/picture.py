@@ -47,7 +47,7 @@ def picture(api: Api, uptime: float) -> dict[str, Any]:
         "memory_bytes": {tier.name.lower(): nbytes for tier, nbytes in statistics.memory_bytes.items()},
         "pools": _pools(api, statistics),
         "storage": {
-            "name": api.storage,
+            "name": api.storage.name,
             "state": api.storage_state(),
             "writing_bytes": statistics.storing_bytes,
             "pools": {

@@ -62,6 +62,8 @@ class ApiError(UsageError):
 
     def response(self) -> Response:
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
         return Response(self.body(), self.status, headers, "application/json")
 
     def _type(self) -> str:

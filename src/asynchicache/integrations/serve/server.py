@@ -7,7 +7,7 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -16,9 +16,10 @@ import uvicorn
 
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig
-from asynchicache.errors import ConfigError, StorageError
+from asynchicache.errors import ConfigError
 from asynchicache.integrations.serve.api import Api, RequestCounts, ServedModel
 from asynchicache.integrations.serve.app import build_app
+from asynchicache.integrations.serve.attaching import ServedStorage
 from asynchicache.integrations.serve.description import describe
 from asynchicache.integrations.serve.loading import LoadedModel
 from asynchicache.integrations.serve.protocol import Connection
@@ -27,6 +28,7 @@ from asynchicache.integrations.transformers.model import PrefixCachedModel
 _log = logging.getLogger(__name__)
 
 _KEEP_ALIVE = 60  # seconds; longer than pauses of clients, or they would reuse a closing connection
+_LEAST_TOKEN = 16  # characters, so that it cannot be guessed
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -50,6 +52,7 @@ class ServeSettings:
         kv_events: configuration of the KV event publisher, as JSON; empty for none.
         record_trace: the file of a trace for `replay`; empty: none.
         trace: create OpenTelemetry spans, with the process's provider.
+        admin_token: what operators send; empty turns their endpoints off.
         attach_seconds: pause between attempts to open storage.
     """
 
@@ -68,9 +71,14 @@ class ServeSettings:
     kv_events: str
     record_trace: str
     trace: bool
+    admin_token: str = ""
     attach_seconds: float = 5.0
 
     def __post_init__(self) -> None:
+        if self.admin_token and len(self.admin_token) < _LEAST_TOKEN:
+            raise ConfigError(
+                f"the admin token has {len(self.admin_token)} characters: take {_LEAST_TOKEN} or more"
+            )
         if self.max_bodies_bytes < self.max_body_bytes:
             raise ConfigError(
                 f"max_bodies_bytes {self.max_bodies_bytes} must have room for one of {self.max_body_bytes}: "
@@ -127,6 +135,7 @@ async def serve(
     async with open_api(loaded, settings) as api:
         app = build_app(
             api,
+            admin_token=settings.admin_token,
             max_body_bytes=settings.max_body_bytes,
             max_bodies_bytes=settings.max_bodies_bytes,
             max_connections=settings.max_connections,
@@ -168,11 +177,12 @@ async def open_api(loaded: LoadedModel, settings: ServeSettings) -> AsyncIterato
         max_waiting=settings.max_waiting,
     ) as model:
         served = _served(loaded, settings, model.capacity_tokens)
-        api = Api(model, served, config.storage or "", records=bool(settings.record_trace))
+        storage = ServedStorage(model.cache, config, settings.attach_seconds)
+        api = Api(model, served, storage, records=bool(settings.record_trace))
         try:
             async with (
                 _signals(model.cache, settings),
-                _storage(model.cache, config, settings.attach_seconds),
+                api.storage,
             ):
                 yield api
                 await _drain(model.cache, config.close_seconds)
@@ -226,41 +236,6 @@ async def _signals(cache: HybridCache, settings: ServeSettings) -> AsyncIterator
             package = "asynchicache[kv-events]" if error.name == "zmq" else "asynchicache[otel]"
             raise ConfigError(f"{error.name} is missing: pip install '{package}'") from error
         yield
-
-
-@asynccontextmanager
-async def _storage(cache: HybridCache, config: CacheConfig, pause: float) -> AsyncIterator[None]:
-    """Attach storage, and retry if it cannot be opened; until then the server uses memory only.
-
-    Raises:
-        ConfigError: the options are invalid, so that retrying cannot help.
-    """
-    if config.storage is None or await _attached(cache, config.storage, config.storage_options):
-        yield
-        return
-    task = asyncio.create_task(_attach_later(cache, config.storage, config.storage_options, pause))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait((task,))
-
-
-async def _attached(cache: HybridCache, name: str, options: Mapping[str, object]) -> bool:
-    try:
-        await cache.attach_storage(name, options)
-    except StorageError as error:
-        _log.warning("storage %s cannot be opened, so nothing is kept there for now: %s", name, error)
-        return False
-    return True
-
-
-async def _attach_later(cache: HybridCache, name: str, options: Mapping[str, object], pause: float) -> None:
-    while True:
-        await asyncio.sleep(pause)
-        if await _attached(cache, name, options):
-            _log.warning("storage %s is open now", name)
-            return
 
 
 async def _drain(cache: HybridCache, seconds: float) -> None:

@@ -1,0 +1,101 @@
+"""The storage of a server: opened when it can be, attached and detached while requests go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Self
+
+from asynchicache.cache import HybridCache
+from asynchicache.config import CacheConfig
+from asynchicache.errors import StorageError, UsageError
+
+_log = logging.getLogger(__name__)
+
+
+class ServedStorage:
+    """Attaches the configured storage, and tries again while it cannot be opened; until then memory serves.
+
+    An async context manager; on exit it tries no more, and leaves the storage attached.
+
+    Attributes:
+        name: of the storage that is, or is to be, attached; empty for none.
+    """
+
+    def __init__(self, cache: HybridCache, config: CacheConfig, pause: float) -> None:
+        """
+        Args:
+            cache: opened without storage.
+            config: names the storage and its options.
+            pause: seconds between attempts to open it.
+        """
+        self.name = config.storage or ""
+        self._cache = cache
+        self._config = config
+        self._pause = pause
+        self._trying: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        """
+        Raises:
+            ConfigError: the options are invalid, so that trying again cannot help.
+        """
+        if self.name and not await self._attached():
+            self._trying = asyncio.create_task(self._try_again())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._give_up()
+
+    async def attach(self, name: str | None = None, options: Mapping[str, object] | None = None) -> str:
+        """Attach a storage now.
+
+        Args:
+            name: of the storage engine. Default: the configured one, with its options.
+            options: of a named engine.
+
+        Returns:
+            the name.
+
+        Raises:
+            UsageError: there is storage already, none is configured, or the options do not fit.
+            StorageError: it cannot be opened.
+        """
+        if name is None:
+            name, options = self._config.storage, self._config.storage_options
+        if name is None:
+            raise UsageError("no storage is configured: say which, with storage and storage_options")
+        await self._cache.attach_storage(name, options)
+        await self._give_up()
+        self.name = name
+        return name
+
+    async def detach(self) -> bool:
+        """Go on without storage; False if none was attached."""
+        await self._give_up()
+        self.name = ""
+        return await self._cache.detach_storage()
+
+    async def _give_up(self) -> None:
+        task, self._trying = self._trying, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)  # another attempt may have been quicker
+
+    async def _attached(self) -> bool:
+        try:
+            await self._cache.attach_storage(self.name, self._config.storage_options)
+        except StorageError as error:
+            _log.warning(
+                "storage %s cannot be opened, so nothing is kept there for now: %s", self.name, error
+            )
+            return False
+        return True
+
+    async def _try_again(self) -> None:
+        while True:
+            await asyncio.sleep(self._pause)
+            if await self._attached():
+                _log.warning("storage %s is open now", self.name)
+                return
