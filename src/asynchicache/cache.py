@@ -356,7 +356,7 @@ class BaseCache(Generic[RequestKind]):
         with ExitStack() as changing:
             if version != self.config.weight_version or self._updating.locked():  # before anything is awaited
                 changing.enter_context(self._parts.planner.changing_weights())
-            await self._parts.executor.checkpoint()
+            # The first wait of all: a caller that is cancelled has the new weights in its model all the same.
             await shielded(self._update_weights(version))
 
     async def _update_weights(self, version: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 
@@ -168,6 +169,24 @@ def test_what_loads_during_the_change_restores_nothing_and_publishes_nothing() -
 
     for seed in range(5):
         run_seeded(seed, main)
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_caller_has_changed_them_all_the_same() -> None:
+    """At every step of the call: its model has the new weights, so pages of the old ones are none of it."""
+    for steps in range(1, 9):
+        async with HybridCache.open(SPEC, options(), storage=MemoryBackend(MemoryStore())) as cache:
+            model = Weights(cache)
+            await model.serve(PROMPT)
+            changing = asyncio.create_task(cache.update_weights("two"))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            changing.cancel()
+            with suppress(asyncio.CancelledError):
+                await changing
+            assert model.version == "two", steps
+            async with cache.request([*PROMPT, 1]) as request:
+                assert request.hit.tokens == 0
 
 
 @pytest.mark.asyncio

@@ -7,6 +7,7 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from sys import maxsize
 from typing import NamedTuple
@@ -221,9 +222,14 @@ class Prefetcher:
             self._settle(prefetch)
             return
         clock = asyncio.get_running_loop().time
-        started = clock()
+        started, seconds = clock(), self._options.deadline(lacks)
         try:
-            reason = await self._wait_in_parts(prefetch, self._options.deadline(lacks))
+            reason = await self._wait_in_parts(prefetch, seconds)
+            if prefetch.ended is not None and not prefetch.gone:
+                # Another request may have published during the read: what was read gave way to its backup.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(seconds - (clock() - started)):
+                        await self._wait_for_backups(tokens, seed)
         finally:
             self.waits.observe(clock() - started)
         if prefetch.gone:

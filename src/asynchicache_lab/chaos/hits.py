@@ -312,10 +312,9 @@ class HitOracle(Observer):
     def confirming(self, digests: Sequence[bytes]) -> Iterator[None]:
         """During the body, `durable` asks for pages, again after it has written them once more."""
         self._confirmed.update(digests)
-        try:
-            yield
-        finally:
-            self._confirmed -= Counter(digests)  # which drops those that are not any more
+        yield
+        # Not if it was cancelled: what it asks one pool, it asks the others all the same.
+        self._confirmed -= Counter(digests)  # which drops those that are not any more
 
     def _wanted_since(self, digest: bytes, moment: float) -> bool:
         return self._wanted.get(digest, 0.0) > moment - _TURN_SECONDS

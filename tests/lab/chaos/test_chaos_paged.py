@@ -17,12 +17,17 @@ from lab.chaos.known_seeds import known_first
 
 Patch = pytest.MonkeyPatch
 MAX_SEEDS = 100
+ONCE_FOUND = (8484, 12861, 12941)
 
 
 def test_nothing_is_violated_and_pages_come_from_both_tiers() -> None:
     found = run_seeds(range(25), paged=True)
     assert found.violations == []
     assert min(found.served["host"], found.served["storage"]) > 500
+
+
+def test_seeds_that_once_found_something_find_nothing() -> None:
+    assert run_seeds(ONCE_FOUND, paged=True).violations == []
 
 
 def visible_before_the_bytes(patch: Patch) -> None:
