@@ -15,22 +15,12 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 # `python -m pytest` puts the repository's root on the path. There `kernels` is ours, but transformers
 # looks for Hugging Face's package of that name, imports what it finds, and meets our refusal.
 ROOT = Path(__file__).parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
-
-# Tests are small tensors: more threads cost more than they bring, much more where cores are shared, and
-# results differ by their number. Not by a variable: tests see to it that new threads are told.
-torch.set_num_threads(1)
-
-# pytest puts its handlers on each logger that does not propagate, six times a test; torch has fifty.
-for name, one in logging.root.manager.loggerDict.items():
-    if name.startswith("torch") and isinstance(one, logging.Logger):
-        one.propagate = True
 
 # "ci" tries the same examples every time; "soak" (`make soak`) looks for new ones. Neither measures time.
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -46,6 +36,24 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 AGAIN_SECONDS = 30.0
 REASONS_SHOWN = 6
 ENGINES_REQUIRED = os.environ.get("ASYNCHICACHE_REQUIRE_ENGINES") == "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("numprocesses", None):  # others run the tests, and wait for this process
+        prepare_torch()
+
+
+def prepare_torch() -> None:
+    import torch
+
+    # Tests are small tensors: more threads cost more than they bring, much more where cores are shared, and
+    # results differ by their number. Not by a variable: tests see to it that new threads are told.
+    torch.set_num_threads(1)
+
+    # pytest puts its handlers on each logger that does not propagate, six times a test; torch has fifty.
+    for name, one in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(one, logging.Logger):
+            one.propagate = True
 
 
 @pytest.hookimpl(wrapper=True)

@@ -130,7 +130,7 @@ def test_every_public_coroutine_has_a_scenario() -> None:
     [
         (WINDOWED, How.CANCELLED),
         (Case("full", stored=False), How.CANCELLED),
-        (HYBRID, How.CANCELLED_LATE),
+        (Case("full", stored=True), How.CANCELLED_LATE),
         (HYBRID, How.CLOSED),
     ],
     ids=lambda value: value.name.lower() if isinstance(value, How) else str(value),

@@ -62,7 +62,7 @@ async def serve_all(cache: HybridCache, prompts: Sequence[Sequence[int]]) -> int
 @pytest.mark.parametrize("layout", [HostLayout.PAGE_FIRST_DIRECT, HostLayout.PAGE_FIRST])
 async def test_bytes_are_right_while_the_split_changes(spec, layout):
     async with HybridCache.open(spec, config(**sizes(spec, host_layout=layout))) as cache:
-        hits = await serve_all(cache, conversations(1, 120))
+        hits = await serve_all(cache, conversations(1, 60))
 
         statistics = cache.statistics()
         assert hits > 0
