@@ -29,6 +29,9 @@ FOLDER = ROOT / ".conformance"
 SECONDS = 900
 """Most that one engine may take: importing one takes up to half a minute, its tests about a minute."""
 
+NEWEST = "newest"
+"""In place of a version: what a nightly run asks, to hear of a new release before users do."""
+
 Row = tuple[str, ...]
 
 
@@ -37,7 +40,7 @@ class Engine(NamedTuple):
 
     Attributes:
         name: of its package, and of its folder of tests.
-        version: the one that is fetched.
+        version: the one that is fetched, unless another is asked for.
         left_out: files of the wheel that nobody needs without a GPU; they may be a gigabyte.
     """
 
@@ -206,21 +209,43 @@ def table(rows: Iterable[Row]) -> str:
     )
 
 
+def engine_of(text: str) -> Engine:
+    """An engine by its name, in a version if one is named.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such engine.
+    """
+    name, _, version = text.partition("==")
+    for engine in ENGINES:
+        if engine.name == name:
+            return engine._replace(version=version or engine.version)
+    raise argparse.ArgumentTypeError(f"no engine {name!r}; there are {[engine.name for engine in ENGINES]}")
+
+
+def settled(folder: Path, engine: Engine) -> Engine:
+    """The engine with a number for `newest`."""
+    if engine.version != NEWEST:
+        return engine
+    command = [python_of(folder), "-m", "pip", "index", "versions", engine.name]
+    listed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return engine._replace(version=listed.stdout.partition("(")[2].partition(")")[0])
+
+
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     names = [engine.name for engine in ENGINES]
     parser = argparse.ArgumentParser(
         description="Run our adapters inside the engines' own classes, on a CPU."
     )
     parser.add_argument(
-        "engines", nargs="*", metavar="ENGINE", help=f"some of {names}; all of them by default"
+        "engines",
+        nargs="*",
+        type=engine_of,
+        metavar="ENGINE[==VERSION]",
+        help=f"some of {names}, also in other versions, `newest` for what the index has; all by default",
     )
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where wheels and packages go")
     parser.add_argument("--record", action="store_true", help="write signatures and calls to tests/data")
-    options, more = parser.parse_known_args(arguments)
-    unknown = set(options.engines) - set(names)
-    if unknown:
-        parser.error(f"no engine {sorted(unknown)}; there are {names}")
-    return options, more
+    return parser.parse_known_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -231,8 +256,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, more = parse(arguments)
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = [engine for engine in ENGINES if engine.name in (options.engines or [engine.name])]
     make_environment(folder)
+    chosen = [settled(folder, engine) for engine in options.engines or ENGINES]
     for engine in chosen:
         unpack(folder, engine)
     if options.record:

@@ -71,7 +71,7 @@ def test_an_unknown_engine_is_refused_by_name(
         runner.main(["tensorrt", "--folder", str(tmp_path)])
 
     assert refused.value.code == 2
-    assert "no engine ['tensorrt']" in capsys.readouterr().err
+    assert "no engine 'tensorrt'" in capsys.readouterr().err
 
 
 def test_every_engine_has_tests_and_a_record_of_its_seam(runner: ModuleType) -> None:
