@@ -5,6 +5,7 @@ No call suspends or leaves the event loop's thread; a call costs only its copies
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -116,6 +117,16 @@ class MemoryStore:
             self.evicted += 1
         return True
 
+    def leaving(self, nbytes: int) -> list[ObjectKey]:
+        """The pages that `make_room` would evict."""
+        over, found = self._bytes + nbytes - (self.capacity_bytes or sys.maxsize), list[ObjectKey]()
+        for key, stored in self._pages.items():
+            if over <= 0:
+                break
+            found.append(key)
+            over -= len(stored.page)
+        return found
+
     def write(self, key: ObjectKey, header: bytes, page: bytes) -> bool:
         """Store a page that is not in the store yet; False if it is larger than the capacity."""
         if not self.make_room(len(page)):
@@ -199,6 +210,10 @@ class MemoryEngine:
         """Count pages as used now, the last one most recently; skip pages whose dependency is missing."""
         self._check_open()
         self._store.touch(filter(self._store.useful, keys))
+
+    async def leaving(self, pages: int) -> list[ObjectKey]:
+        self._check_open()
+        return self._store.leaving(pages * self._page_bytes)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         self._check_open()

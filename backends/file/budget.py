@@ -179,22 +179,54 @@ class Budget:
         Raises:
             OSError: a file cannot be cut or inspected.
         """
+        if self._limit is not None:
+            self._reclaim_from_closed(wanted - self._free(self._limit))
+        free, limit = self._room()
+        if self._disk is not None and free < least and limit != self._limit:
+            self._disk.tell_full()
+        if limit is None:
+            return None
+        largest, nbytes = self._largest_gives(pool, wanted, least, free, limit)
+        if nbytes:
+            freed = largest.shrink(nbytes)
+            self.freed += freed
+            free += freed
+        return max(free, 0)
+
+    def foresee(self, pool: BudgetedPool, wanted: int, least: int) -> tuple[int, BudgetedPool, int]:
+        """What `grant` would do, if closed pools give up nothing: the bytes that are free, and the pool that
+        would give up how many of its own.
+
+        Raises:
+            OSError: the folder is gone.
+        """
+        with self.lock:
+            free, limit = self._room()
+            if limit is None:
+                return free, pool, 0
+            return max(free, 0), *self._largest_gives(pool, wanted, least, free, limit)
+
+    def _room(self) -> tuple[int, int | None]:
+        """Bytes that files may still take, and the limit of all files; None for none."""
         limit, free = self._limit, sys.maxsize
         if limit is not None:
             free = self._free(limit)
-            free += self._reclaim_from_closed(wanted - free)
         if self._disk is not None and (room := self._disk.room()) < free:
             free, limit = room, sum(one.nbytes for one in self._open) + max(room, 0)
-            if room < least:
-                self._disk.tell_full()
-        if limit is None:
-            return None
-        if free < wanted:
-            share = max(limit // max(1, len(self._open)), 0 if pool.nbytes else least)
-            allowed = min(wanted, share - pool.nbytes)
-            if allowed >= least:
-                free += self._reclaim_from_largest(pool, share, allowed - free, least - free)
-        return max(free, 0)
+        return free, limit
+
+    def _largest_gives(
+        self, pool: BudgetedPool, wanted: int, least: int, free: int, limit: int
+    ) -> tuple[BudgetedPool, int]:
+        """The pool that gives up bytes for `pool`, and how many; 0 if none does."""
+        share = max(limit // max(1, len(self._open)), 0 if pool.nbytes else least)
+        allowed = min(wanted, share - pool.nbytes)
+        others = [other for other in self._open if other is not pool]
+        if free >= wanted or allowed < least or not others:
+            return pool, 0
+        largest = max(others, key=lambda other: other.nbytes)
+        taken = min(allowed - free, largest.nbytes - share)
+        return largest, taken if taken >= max(least - free, 1) else 0
 
     def _free(self, limit: int) -> int:
         """Bytes that no pool uses; below 0 if the files exceed the limit."""
@@ -216,15 +248,5 @@ class Budget:
             logger.warning("%s takes room and cannot be removed: %s", folder, error)
             self._undeletable.add(folder)
             return 0
-        self.freed += freed
-        return freed
-
-    def _reclaim_from_largest(self, pool: BudgetedPool, share: int, missing: int, least: int) -> int:
-        others = [other for other in self._open if other is not pool]
-        if not others:
-            return 0
-        largest = max(others, key=lambda other: other.nbytes)
-        taken = min(missing, largest.nbytes - share)
-        freed = largest.shrink(taken) if taken >= max(least, 1) else 0
         self.freed += freed
         return freed

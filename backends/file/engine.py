@@ -216,6 +216,10 @@ class FileEngine:
         self._check_open()
         self._store.touch([key.digest for key in keys])  # memory only: a thread would queue behind puts
 
+    async def leaving(self, pages: int) -> list[ObjectKey]:
+        self._check_open()
+        return await self._in_thread(partial(self._store.leaving, pages))
+
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         return await self._in_thread(partial(self._delete, keys))
 

@@ -21,6 +21,7 @@ from asynchicache.backends.file.index import PageIndex, StoredPage
 from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.writer import GroupWriter, WriteBatch
 from asynchicache.failure_log import FailureLog
+from asynchicache.hashing import ObjectKey
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class PoolStore:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = manifest.pool
+        self._manifest = manifest
         self.depends_on = depends_on
         self.read_only = read_only
         self.unfinished = 0
@@ -205,6 +207,42 @@ class PoolStore:
         self._commits.erase(evicted)
         return taken
 
+    def leaving(self, count: int) -> list[ObjectKey]:
+        """The pages that would be evicted for `count` more, the first to go first; maybe too many. Also pages
+        of the pool that would give up its last slots for them.
+
+        Raises:
+            OSError: the folder is gone.
+        """
+        with self._lock:
+            slots, short = self.segments.slots, count - self.index.free
+            short += min(count, slots // _AHEAD) if slots >= _LEAST_AHEAD else 0
+        if short <= 0 or self.read_only:
+            return []
+        shape, room, others = self.segments.shape, 0, list[ObjectKey]()
+        taken = shape.pool_bytes(slots)
+        if not self.segments.refused:
+            wanted, least = shape.pool_bytes(slots + short) - taken, shape.pool_bytes(slots + 1) - taken
+            room, other, nbytes = self._budget.foresee(self, wanted, least)
+            others = other.last(nbytes) if nbytes and isinstance(other, PoolStore) else []
+        if self._limit is not None:
+            room = min(room, self._limit - self.nbytes)
+        with self._lock:
+            going = self.index.digests()[: max(0, short - (shape.pool_slots(taken + room) - slots))]
+        return others + list(map(self._key, going))
+
+    def last(self, nbytes: int) -> list[ObjectKey]:
+        """The pages that `shrink` would remove."""
+        slots = self._slots_without(nbytes)
+        with self._lock:
+            return [self._key(digest) for digest, slot in self.index.pages() if slot >= slots]
+
+    def _key(self, digest: bytes) -> ObjectKey:
+        return ObjectKey(bytes.fromhex(self._manifest.fingerprint), digest, self.pool, self._manifest.shard)
+
+    def _slots_without(self, nbytes: int) -> int:
+        return max(0, self.segments.slots - -(-nbytes // self.segments.shape.slot_bytes))
+
     def write(self, batch: WriteBatch, keep: Collection[bytes] = frozenset()) -> list[bool]:
         """Write pages to taken slots, durably, and make them visible.
 
@@ -278,7 +316,7 @@ class PoolStore:
 
     def shrink(self, nbytes: int) -> int:
         """Remove the pages in the last slots and cut the files by about `nbytes`; returns the bytes freed."""
-        slots = max(0, self.segments.slots - -(-nbytes // self.segments.shape.slot_bytes))
+        slots = self._slots_without(nbytes)
         before, last = self.nbytes, self.segments.slots
         with self._lock:
             if self.broken or not self.index.truncate(slots):

@@ -11,12 +11,12 @@ from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, cast, overload
 
 import msgspec
 import torch
 
-from asynchicache.config import CacheConfig
+from asynchicache.config import CacheConfig, StorageNames, StorageOptions
 from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.controller.event_hub import EventSubscription
 from asynchicache.controller.inspection import Inspection
@@ -387,15 +387,16 @@ class BaseCache(Generic[RequestKind]):
         )
 
     async def attach_storage(
-        self, storage: StorageBackend | str, options: Mapping[str, object] | None = None
+        self, storage: StorageBackend | StorageNames, options: StorageOptions | None = None
     ) -> None:
         """Attach storage; running requests continue.
 
         Pages in memory are written when they are matched again, or by `Request.durable`.
 
         Args:
-            storage: an open backend, which the caller closes, or the name of one.
-            options: options of a named backend; not allowed with an open one.
+            storage: an open backend, which the caller closes, or the name of one, or the stages of a chain as
+                `CacheConfig.storage` has them.
+            options: options of a named backend, or of each stage; not allowed with an open one.
 
         Raises:
             ConfigError: the backend name is unknown, its options are invalid, or the cache has no
@@ -406,12 +407,12 @@ class BaseCache(Generic[RequestKind]):
         """
         await self._parts.executor.checkpoint()
         self._parts.storage_writer.check_none()  # before opening a store that could be the same folder
-        given = None if isinstance(storage, str) else storage
+        given = None if isinstance(storage, str | list | tuple) else cast("StorageBackend", storage)
         config = self.config
-        if not isinstance(options or {}, Mapping) or (options and given is not None):
+        if not isinstance(options or {}, Mapping | list) or (options and given is not None):
             raise ConfigError(f"options {options!r} must be a mapping, for a backend that is named")
-        if isinstance(storage, str):
-            config = msgspec.structs.replace(config, storage=storage, storage_options=dict(options or {}))
+        if given is None:
+            config = msgspec.structs.replace(config, storage=storage, storage_options=options or {})
         await self._attach(config, given)
 
     async def _attach(self, config: CacheConfig, given: StorageBackend | None) -> None:

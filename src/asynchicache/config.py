@@ -6,13 +6,14 @@ The only module that reads the environment.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from importlib.metadata import entry_points
 from logging import getLogger
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
 import msgspec
 from msgspec.inspect import StrType
@@ -22,6 +23,7 @@ from asynchicache.layouts import HostLayout
 from asynchicache.options import Given, Natural, Positive, Seconds, Share, default, options_of, parse_value
 from asynchicache.planner.options import PlannerOptions, PrefetchOptions, WriteWord
 from asynchicache.ports import Port
+from asynchicache.storage.chain import Stage, StageName, StagePolicy, StorageChain
 from asynchicache.storage.deadlines import as_storage_error
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
@@ -53,6 +55,29 @@ class OpenBackend(Protocol):
     def __call__(self, options: Mapping[str, object], port: Port) -> StorageBackend: ...
 
 
+StorageNames: TypeAlias = str | Sequence[str | Mapping[str, Any]]
+StorageOptions: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+class StageOptions(StagePolicy, frozen=True, kw_only=True):
+    """One stage of a chain of stores; the options of `StagePolicy` say what it gets.
+
+    Attributes:
+        backend: name of a backend.
+        name: its name in statistics, 1 to 64 of letters, digits and `._-`. Default: that of the backend.
+        options: the backend's own.
+    """
+
+    backend: str
+    name: StageName = ""
+    options: Given[dict[str, Any], Mapping[str, Any]] = default({})
+
+    def check(self) -> None:
+        super().check()
+        if not self.name:
+            msgspec.structs.force_setattr(self, "name", self.backend)
+
+
 class CacheConfig(PlannerOptions, frozen=True, kw_only=True):
     """How a cache is set up; `PlannerOptions` and `SizeOptions` have the options that decide, and the sizes.
 
@@ -67,8 +92,9 @@ class CacheConfig(PlannerOptions, frozen=True, kw_only=True):
         audit: share of the pages that leave the device whose SHA-256 is compared when they come back.
             Default: 0.
         prefetch: how long a request waits for storage, see `planner.options.PrefetchOptions`.
-        storage: name of a backend, or None for two tiers. Default: None.
-        storage_options: the backend's own.
+        storage: name of a backend; a list of names or tables (`StageOptions`) for a chain of stores, the
+            nearest first; or None for two tiers. Default: None.
+        storage_options: the backend's own; for a chain a list of them, one for each stage.
         storage_limits: patience with the backend, see `storage.limits.PoolLimits`.
         store_bytes: bytes of storage writes in flight; more is shed. Default: 1 GiB.
         store_parts: store pages as so many tensor-parallel ranks would, so that groups of other sizes find
@@ -91,8 +117,8 @@ class CacheConfig(PlannerOptions, frozen=True, kw_only=True):
     copy_path: Given[CopyPath | None, Literal["batch", "kernel", "plain"]] = default(None)
     audit: Share = 0.0
     prefetch: Given[PrefetchOptions, Mapping[str, object]] = default(PrefetchOptions())
-    storage: str | None = None
-    storage_options: Given[dict[str, Any], Mapping[str, Any]] = default({})  # copied for each struct
+    storage: Given[str | list[Any] | None, StorageNames] = default(None)
+    storage_options: Given[dict[str, Any] | list[dict[str, Any]], StorageOptions] = default({})  # copied
     storage_limits: Given[PoolLimits, Mapping[str, object]] = default(PoolLimits())
     store_bytes: Given[Positive, str] = default(1 << 30)
     store_parts: Natural = 0
@@ -115,16 +141,25 @@ class CacheConfig(PlannerOptions, frozen=True, kw_only=True):
         if self.storage is not None:
             self.check_storage()
         elif self.storage_options:
-            given = sorted(self.storage_options)
+            given = sorted(self.storage_options) if isinstance(self.storage_options, dict) else ["..."]
             raise ConfigError(f"storage_options {given} without storage: name it, such as storage='file'")
         if self.rank >= self.ranks:
             raise ConfigError(f"rank {self.rank} of {self.ranks}: ranks count from 0")
+
+    @property
+    def storage_name(self) -> str:
+        """The name of the backend, or those of the stages of a chain; empty without storage."""
+        if self.storage is None or isinstance(self.storage, str):
+            return self.storage or ""
+        return "+".join(stage.name for stage in stages_of(self.storage, self.storage_options))
 
     def check_storage(self) -> None:
         """
         Raises:
             ConfigError: something that storage needs is missing.
         """
+        if isinstance(self.storage, list):
+            stages_of(self.storage, self.storage_options)
         if not self.weight_version:
             raise ConfigError(
                 "storage needs weight_version: a name that changes with the weights, such as a commit hash"
@@ -225,6 +260,91 @@ def python_hash_seed() -> str | None:
     return os.environ.get("PYTHONHASHSEED")
 
 
+def open_storage(names: StorageNames, options: StorageOptions, port: Port) -> StorageBackend:
+    """The storage backend of that name, or a chain of them.
+
+    Raises:
+        ConfigError: a stage is unknown, there twice, or a chain itself; or as `open_backend`.
+        StorageError: it cannot be opened; of a chain, none can.
+    """
+    if isinstance(names, str):
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"storage {names!r} takes one table of options, not {len(options)}")
+        return open_backend(names, options, port)
+    stages = stages_of(names, options)
+    return StorageChain(
+        [
+            Stage(
+                one.name,
+                partial(open_backend, one.backend, one.options, port),
+                StagePolicy(one.write, one.promote, one.durable, one.limits),
+            )
+            for one in stages
+        ],
+        port,
+    )
+
+
+def stages_of(names: Sequence[str | Mapping[str, Any]], options: StorageOptions) -> list[StageOptions]:
+    """The stages of a chain.
+
+    Raises:
+        ConfigError: one is a chain itself, has options twice, or is the same store as another.
+    """
+    none = isinstance(options, Mapping) and not options
+    tables = [options] if isinstance(options, Mapping) else list(options)
+    if len(tables) != len(names) and not none:
+        raise ConfigError(
+            f"storage has {len(names)} stages, and storage_options {len(tables)}: one table for each, or none"
+        )
+    stages: list[StageOptions] = []
+    for place, named in enumerate(names):
+        stage = _stage(named, {} if none else tables[place])
+        for other in stages:
+            if _same_store(stage, other):
+                raise ConfigError(
+                    f"storage stages {other.name!r} and {stage.name!r} are the same store; name it once"
+                )
+        stages.append(stage)
+    return stages
+
+
+def _stage(named: str | Mapping[str, Any], options: Mapping[str, Any]) -> StageOptions:
+    if isinstance(named, str):
+        return StageOptions(backend=named, options=options)
+    if isinstance(named, list | tuple):
+        raise ConfigError(f"storage stage {named!r} is a chain in a chain; write its stages into one list")
+    if not isinstance(named, Mapping):
+        raise ConfigError(f"storage stage {named!r} must be the name of a backend, or a table of options")
+    stage = StageOptions.read(named)
+    if stage.options and options:
+        raise ConfigError(
+            f"storage stage {stage.name!r} has options, and storage_options has some for it too"
+        )
+    return msgspec.structs.replace(stage, options=dict(stage.options or options))
+
+
+_PLACES = ("path", "url", "urls", "master", "metadata", "namespace")
+"""Options of our backends that say which store is meant."""
+
+
+def _same_store(one: StageOptions, other: StageOptions) -> bool:
+    """Whether two stages are one store, as far as their options say."""
+    if one.backend != other.backend:
+        return False
+    if one.backend == "memory":  # without a name it is the cache's own
+        return bool(one.options.get("name")) and one.options.get("name") == other.options.get("name")
+    own = one.backend in _OWN_BACKENDS
+    return _place(one.options, own=own) == _place(other.options, own=own)
+
+
+def _place(options: Mapping[str, Any], *, own: bool) -> dict[str, object]:
+    place = {name: value for name, value in options.items() if not own or name in _PLACES}
+    if "path" in place:
+        place["path"] = Path(str(place["path"])).expanduser().resolve()
+    return place
+
+
 def open_backend(name: str, options: Mapping[str, object], port: Port) -> StorageBackend:
     """The storage backend of that name, imported now.
 
@@ -269,4 +389,13 @@ def load_factory(name: str, value: str) -> OpenBackend:
     return cast("OpenBackend", found)
 
 
-__all__ = ["CacheConfig", "PrefetchOptions", "PrefetchPolicy", "WritePolicy", "load_factory", "open_backend"]
+__all__ = [
+    "CacheConfig",
+    "PrefetchOptions",
+    "PrefetchPolicy",
+    "StageOptions",
+    "WritePolicy",
+    "load_factory",
+    "open_backend",
+    "open_storage",
+]

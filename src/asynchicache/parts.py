@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 import torch
 
-from asynchicache.config import CacheConfig, open_backend
+from asynchicache.config import CacheConfig, open_storage
 from asynchicache.controller.cache_parts import CacheParts
 from asynchicache.controller.executor import Executor
 from asynchicache.controller.statistics import GroupStatistics
@@ -35,6 +35,7 @@ from asynchicache.pools.slabs import Pinner, Slab
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.binding import SlotBinding
+from asynchicache.storage.chain import in_each_store
 from asynchicache.storage.divided import STAGED_PAGES, DividedPool, DividedStorage, StoredPart
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.streams.base import Device
@@ -574,9 +575,11 @@ async def attach_storage(
     others = [pool.name for pool in spec.pools if not pool.writes or (pool.replicated and config.rank)]
     owned = storage is None
     if storage is None:  # last, so that no earlier failure leaves it open
-        storage = open_backend(config.storage or "", config.storage_options, port)
+        storage = open_storage(config.storage or "", config.storage_options, port)
     if config.store_parts:
-        storage = DividedStorage(storage, _divided(spec, config, hosts), port)
+        storage = in_each_store(
+            storage, lambda one: DividedStorage(one, _divided(spec, config, hosts), port), port
+        )
     return await AttachedStorage.open(
         storage, bindings, port, config.storage_limits, owned=owned, read_only=others
     )

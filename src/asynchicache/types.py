@@ -255,6 +255,8 @@ class Hit:
         full_tokens: how far attention pages alone would have reached.
         held_back_by: the pool that kept the hit shorter than that, or empty.
         advice: a human-readable hint what would have helped; empty if no pool held the hit back.
+        by_stage: with a chain of stores, the tokens of tier `STORAGE`, under the name of the farthest stage
+            that a page was read from.
     """
 
     tokens: int
@@ -263,3 +265,4 @@ class Hit:
     full_tokens: int = 0
     held_back_by: str = ""
     advice: str = ""
+    by_stage: Mapping[str, int] = field(default_factory=dict)

@@ -7,8 +7,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -18,6 +19,7 @@ from asynchicache.backends import file, memory
 from asynchicache.errors import StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
+from asynchicache.storage.chain import Stage, StagePolicy, StorageChain
 from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend
 from asynchicache.testing.backends import BackendConformance
 from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent
@@ -67,6 +69,51 @@ class TestFileWithTinyPages(BackendConformance):
 
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         return file.open_backend({"path": tmp_path}, port)
+
+
+def chain_of(port: Port, *stages: tuple[str, Callable[[], StorageBackend], StagePolicy]) -> StorageChain:
+    """A chain of stores, the nearest first."""
+    return StorageChain([Stage(*stage) for stage in stages], port)
+
+
+@pytest.mark.asyncio
+class TestChainOfMemories(BackendConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return chain_of(
+            port,
+            ("near", partial(memory.open_backend, {}, port), StagePolicy()),
+            ("far", partial(memory.open_backend, {}, port), StagePolicy()),
+        )
+
+
+@pytest.mark.asyncio
+class TestMemoryBeforeFile(BackendConformance):
+    """The memory is too small for most tests, so that pages come from the file."""
+
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        small = {"capacity_bytes": 2 * self.page_bytes}
+        return chain_of(
+            port,
+            ("near", partial(memory.open_backend, small, port), StagePolicy()),
+            ("far", partial(file.open_backend, {"path": tmp_path}, port), StagePolicy()),
+        )
+
+
+@pytest.mark.asyncio
+class TestFileBeforeFile(BackendConformance):
+    """What leaves the nearer file goes to the farther one."""
+
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        near = {"path": tmp_path / "near", "capacity_bytes": 64 << 20}
+        return chain_of(
+            port,
+            ("near", partial(file.open_backend, near, port), StagePolicy()),
+            (
+                "far",
+                partial(file.open_backend, {"path": tmp_path / "far"}, port),
+                StagePolicy(write="leaving"),
+            ),
+        )
 
 
 @pytest.mark.asyncio

@@ -62,6 +62,10 @@ class Everything(Required):
         self.asked.append("confirm")
         return bytearray(len(keys))
 
+    async def leaving(self, pages: int) -> list[ObjectKey]:
+        self.asked.append("leaving")
+        return []
+
     async def describe(self) -> str:
         self.asked.append(NEW)
         return "whole"
@@ -214,7 +218,7 @@ async def test_faults_strike_every_verb() -> None:
         assert engine.asked == []
         faults.rates = FaultRates(lie=1.0)
         answer = await OPTIONAL_CALLS[verb](wrapped, keys)
-        assert answer == (b"\1\1" if verb == "confirm" else None)
+        assert answer == {"confirm": b"\1\1", "leaving": []}.get(verb)
     assert set(OPTIONAL_VERBS) < set(CALLS)
 
 
@@ -245,7 +249,8 @@ def names_a_verb(tree: ast.Module) -> bool:
 
 def test_few_files_know_a_verb() -> None:
     """A new one is written into these, and into the engines that have it."""
-    core = {"storage/protocol.py", "storage/guard.py", "storage/divided.py", "testing/backends.py"}
+    core = {f"storage/{name}.py" for name in ("protocol", "guard", "divided", "chain")}
+    core.add("testing/backends.py")
     roots = [SOURCE, *map(Path, asynchicache_lab.__path__)]
     files = [
         (path.relative_to(root).as_posix(), text) for root in roots for path, text in shipped(root).items()

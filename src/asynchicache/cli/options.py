@@ -50,8 +50,11 @@ class ServeOptions(CommandOptions, frozen=True):
     threads: Annotated[Natural, about("torch's threads; 0: torch decides")] = 0
     config: Annotated[str, about("the cache's options: a TOML or JSON file, or a JSON object")] = ""
     page_size: Annotated[Positive, about("tokens per page")] = 16
-    storage: Annotated[str, about("name of a storage engine; empty: as configured")] = ""
-    storage_option: Annotated[tuple[str, ...], about("an option of the storage engine, as name=value")] = ()
+    storage: Annotated[str, about("name of a storage engine, or several with commas, the nearest first")] = ""
+    storage_option: Annotated[
+        tuple[str, ...],
+        about("an option of the engine, as name=value; of several, engine.name=value"),
+    ] = ()
     storage_path: Annotated[str, about("folder for the file engine, short for --storage file")] = ""
     max_running: Annotated[Positive, about("requests that generate at once")] = MAX_RUNNING
     max_waiting: Annotated[Natural, about("requests that wait to generate; more get status 429")] = (
@@ -105,12 +108,26 @@ class ServeOptions(CommandOptions, frozen=True):
         if self.storage_path:
             values |= {"storage": "file", "storage_options": {"path": self.storage_path}}
         if self.storage:
-            values |= {
-                "storage": self.storage,
-                "storage_options": named_values("--storage-option", self.storage_option),
-            }
+            values |= _storage(self.storage.split(","), named_values("--storage-option", self.storage_option))
         path = Path(self.config) if self.config and not inline else None
         return CacheConfig.load(path, values=values, defaults=defaults)
+
+
+def _storage(names: list[str], options: Mapping[str, object]) -> dict[str, object]:
+    """Storage by name, or a chain of it, whose options say first which engine they are for.
+
+    Raises:
+        ConfigError: an option is for none of the engines.
+    """
+    if len(names) == 1:
+        return {"storage": names[0], "storage_options": options}
+    tables: dict[str, dict[str, object]] = {name: {} for name in names}
+    for option, value in options.items():
+        engine, _, name = option.partition(".")
+        if engine not in tables or not name:
+            raise ConfigError(f"--storage-option {option}: say whose, as in {names[0]}.{option}")
+        tables[engine][name] = value
+    return {"storage": names, "storage_options": [tables[name] for name in names]}
 
 
 class TopOptions(CommandOptions, frozen=True):

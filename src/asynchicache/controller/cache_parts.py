@@ -29,6 +29,7 @@ from asynchicache.streams.base import Device
 from asynchicache.tracing import Tracer
 from asynchicache.transfer.copies import PoolMemory
 from asynchicache.transfer.transfers import Transfers
+from asynchicache.types import Tier
 
 
 class CacheParts:
@@ -115,6 +116,8 @@ class CacheParts:
         reason = self.planner.reason(request)
         self.hits.count(prompt, hit, request.tier, reason, self.planner.held_back_by(request))
         self.hits.hit_slots.update(request.sources)
+        if request.tier is Tier.STORAGE:
+            self.hits.stage_tokens.update(self.storage.by_stage(request.stage, hit))
         if self._count_namespaces:
             name = self.namespaces.named(request.seed).name or ""
             self.hits.count_namespace(name, prompt, hit, self._count_namespaces)

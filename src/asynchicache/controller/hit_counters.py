@@ -31,6 +31,8 @@ class HitCounters:
         missed_tokens: prompt tokens that were not hits, by the pool that limited the hit (the first pool
             if no other did) and the reason. Reason `NONE`: the tokens after the last restorable page. Without
             those that were cheaper to compute than to read.
+        stage_tokens: by stage of a chain of stores, those of `hit_tokens` that came from storage, under the
+            farthest stage.
         namespaces: by name, for the first ones seen; the others are counted as `other`.
     """
 
@@ -40,6 +42,7 @@ class HitCounters:
     reasons: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
     hit_slots: Counter[tuple[str, Tier]] = field(default_factory=Counter)
     missed_tokens: Counter[tuple[str, MissReason]] = field(default_factory=Counter)
+    stage_tokens: Counter[str] = field(default_factory=Counter)
     namespaces: dict[str, NamespaceHits] = field(default_factory=dict)
 
     def count(self, prompt: int, hit: int, tier: Tier, reason: MissReason, pool: str) -> None:
@@ -66,5 +69,6 @@ class HitCounters:
             reasons=dict(self.reasons),
             hit_slots=Counter(self.hit_slots),
             missed_tokens=Counter(self.missed_tokens),
+            stage_tokens=Counter(self.stage_tokens),
             namespaces={name: replace(served) for name, served in self.namespaces.items()},
         )

@@ -21,7 +21,7 @@ from asynchicache.transfer.plan import Direction
 from asynchicache.transfer.record import OnWait
 from asynchicache.transfer.ticket import Ticket, done_ticket
 from asynchicache.tree.node import FULL, Node
-from asynchicache.types import KEY_WORDS, Hit, MissReason, as_count, key_array, token_array
+from asynchicache.types import KEY_WORDS, Hit, MissReason, Tier, as_count, key_array, token_array
 
 
 class BaseRequest:
@@ -212,7 +212,8 @@ class BaseRequest:
         tier = state.tier if state.loaded else self._planner.loads.tier(state)
         by_tier = {tier: tokens} if tokens else {}
         held_back = self._planner.hit_advice(state)
-        return Hit(tokens, by_tier, self._planner.reason(state), full, *held_back)
+        by_stage = self._parts.storage.by_stage(state.stage, by_tier.get(Tier.STORAGE, 0))
+        return Hit(tokens, by_tier, self._planner.reason(state), full, *held_back, by_stage)
 
     @property
     def cuts(self) -> tuple[int, ...]:

@@ -74,6 +74,7 @@ class CacheStatistics:
         evicted: by pool, evicted pages or states, on device and host.
         planner, traffic, transfers: decisions, writes, copies.
         storage: by pool, calls and outcomes.
+        stages: by stage of a chain of stores, the nearest first, and pool; empty without a chain.
         storing_bytes: bytes of storage writes in flight.
         pages_read: pages and states read from storage.
         prefetch_waits: durations of waits for storage.
@@ -100,6 +101,7 @@ class CacheStatistics:
     group: GroupStatistics | None = None
     host_bytes: Mapping[str, int] = field(default_factory=dict)
     memory_bytes: Mapping[Tier, int] = field(default_factory=dict)
+    stages: Mapping[str, Mapping[str, PoolStatistics]] = field(default_factory=dict)
 
 
 def collect_statistics(
@@ -116,6 +118,7 @@ def collect_statistics(
         traffic=replace(parts.storage_writer.traffic.copy(), copies_failed=parts.executor.copies_failed),
         transfers=parts.transfers.statistics(),
         storage=parts.storage.statistics(),
+        stages=parts.storage.stages(),
         storing_bytes=parts.storage_writer.storing_bytes,
         pages_read=parts.prefetcher.pages_read,
         prefetch_waits=parts.prefetcher.waits.snapshot(),

@@ -15,8 +15,8 @@ from asynchicache.planner.actions import StorageWrite
 from asynchicache.planner.readings import StorageRead
 from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.storage.deadlines import close
-from asynchicache.storage.guard import GuardedPool, open_guarded
+from asynchicache.storage.chain import AnyPool, ChainedPool, open_stored
+from asynchicache.storage.deadlines import close, joined
 from asynchicache.storage.limits import BatchResult, PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.storage.statistics import PoolStatistics
@@ -49,12 +49,12 @@ class StoredPool(NamedTuple):
     """One pool in storage.
 
     Attributes:
-        guard: its guarded engine.
+        guard: its guarded engine, or those of a chain.
         binding: makes its keys.
         writes: False if another rank writes its pages, which are the same on every rank.
     """
 
-    guard: GuardedPool
+    guard: AnyPool
     binding: SlotBinding
     writes: bool = True
 
@@ -112,7 +112,7 @@ class AttachedStorage:
                 stack.push_async_callback(close, backend, limits.closing, f"storage {backend.name!r}")
             try:
                 for binding in bindings:
-                    guard = await open_guarded(backend, binding, port, limits)
+                    guard = await open_stored(backend, binding, port, limits)
                     attachment.pools[binding.pool] = StoredPool(guard, binding, binding.pool not in read_only)
             except BaseException:
                 await attachment._close_pools()
@@ -208,6 +208,19 @@ class StoragePools:
     def statistics(self) -> dict[str, PoolStatistics]:
         return {name: pool.guard.statistics() for name, pool in self._pools.items()}
 
+    def by_stage(self, number: int, tokens: int) -> dict[str, int]:
+        """`tokens` under the name of a stage of a chain of stores; empty without a chain."""
+        guard = next((pool.guard for pool in self._pools.values()), None)
+        return {guard.stage_names[number]: tokens} if tokens and isinstance(guard, ChainedPool) else {}
+
+    def stages(self) -> dict[str, dict[str, PoolStatistics]]:
+        """By stage of a chain, the nearest first, and pool; empty without a chain."""
+        found: dict[str, dict[str, PoolStatistics]] = {}
+        for name, pool in self._pools.items():
+            for stage, one in pool.guard.stages().items() if isinstance(pool.guard, ChainedPool) else ():
+                found.setdefault(stage, {})[name] = one
+        return found
+
     def page_sizes(self, work: StorageWrite) -> list[int]:
         """Bytes written per page, by pool; 0 where another rank writes the pages."""
         pools = [self._pools.get(name) for name in work.pages]
@@ -297,11 +310,17 @@ class StoragePools:
         return calls, pages, sum(pool.binding.slot_bytes for pool in pools)
 
     async def get(self, read: StorageRead) -> tuple[list[Outcome], list[BatchResult]]:
-        """Read pages; returns the outcome of each, and the batches that may still write to their slots."""
+        """Read pages; returns the outcome of each, and the batches that may still write to their slots.
+
+        Notes in `read` which stage of a chain each page came from.
+        """
         digests, slots = read.digests, read.slots
         calls = [self.move(name, digests, slots, put=False) for name in self._sharing(read.component_id)]
         batches = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
         outcomes = worst_outcomes([batch.outcomes for batch in batches])
+        for batch in batches:
+            for page, stage in zip(read.pages, batch.sources, strict=False):
+                page.stage = max(page.stage, stage)
         return outcomes, [batch for batch in batches if batch.lingering is not None]
 
     async def move(
@@ -340,18 +359,7 @@ def _keys(pool: StoredPool, digests: Sequence[bytes]) -> list[ObjectKey]:
 def _as_one(batches: Sequence[BatchResult]) -> BatchResult:
     outcomes = [outcome for batch in batches for outcome in batch.outcomes]
     late = [batch.lingering for batch in batches if batch.lingering is not None]
-    return BatchResult(outcomes, asyncio.ensure_future(all_ended(late)) if late else None)
-
-
-async def all_ended(calls: Sequence[asyncio.Future[None]]) -> None:
-    """Wait for calls past their deadline.
-
-    Raises:
-        CancelledError: a call was cancelled, so its end will never be known.
-    """
-    await asyncio.wait(calls)
-    if any(call.cancelled() for call in calls):
-        raise asyncio.CancelledError
+    return BatchResult(outcomes, joined(late), b"".join(batch.sources for batch in batches))
 
 
 def worst_outcomes(results: Sequence[Sequence[Outcome]]) -> list[Outcome]:

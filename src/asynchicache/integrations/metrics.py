@@ -86,42 +86,69 @@ def _evicted(statistics: CacheStatistics) -> Samples:
         yield (pool, _tier(Tier.HOST)), host
 
 
-def _breakers(statistics: CacheStatistics) -> Samples:
-    for pool, stored in statistics.storage.items():
-        for state in BreakerState:
-            yield (pool, state.value), int(stored.breaker is state)
+Pools: TypeAlias = Iterator[tuple[tuple[str, ...], PoolStatistics]]
+"""Label values, and the statistics of one pool in storage."""
 
 
-def _known(statistics: CacheStatistics) -> Samples:
-    for pool, stored in statistics.storage.items():
-        yield (pool, "there"), stored.known.there
-        yield (pool, "damaged"), stored.known.damaged
+def _pools(statistics: CacheStatistics) -> Pools:
+    """By pool."""
+    return (((pool,), stored) for pool, stored in statistics.storage.items())
 
 
-def _faults(statistics: CacheStatistics) -> Samples:
-    for pool, op, calls in _calls(statistics):
-        yield (pool, op, "error"), calls.errors
-        yield (pool, op, "timeout"), calls.late
+def _stages(statistics: CacheStatistics) -> Pools:
+    """By stage of a chain of stores, and pool."""
+    for stage, pools in statistics.stages.items():
+        for pool, stored in pools.items():
+            yield (stage, pool), stored
 
 
-def _outcomes(statistics: CacheStatistics) -> Samples:
-    for pool, op, calls in _calls(statistics):
-        for outcome, pages in calls.outcomes.items():
-            yield (pool, op, outcome.value), pages
+def _by_pool(
+    read: Callable[[PoolStatistics], Value], pools: Callable[[CacheStatistics], Pools] = _pools
+) -> Callable[[CacheStatistics], Samples]:
+    return lambda statistics: ((labels, read(stored)) for labels, stored in pools(statistics))
 
 
-def _calls(statistics: CacheStatistics) -> Iterator[tuple[str, str, CallStatistics]]:
-    for pool, stored in statistics.storage.items():
-        for op in _OPS:
-            yield pool, op, getattr(stored, op)
+def _by_state(
+    read: Callable[[PoolStatistics], Iterable[tuple[str, Value]]],
+    pools: Callable[[CacheStatistics], Pools] = _pools,
+) -> Callable[[CacheStatistics], Samples]:
+    return lambda statistics: (
+        ((*labels, state), value) for labels, stored in pools(statistics) for state, value in read(stored)
+    )
 
 
-def _by_call(read: Callable[[CallStatistics], Value]) -> Callable[[CacheStatistics], Samples]:
-    return lambda statistics: (((pool, op), read(calls)) for pool, op, calls in _calls(statistics))
+def _by_call(
+    read: Callable[[CallStatistics], Value], pools: Callable[[CacheStatistics], Pools] = _pools
+) -> Callable[[CacheStatistics], Samples]:
+    return _by_state(lambda stored: ((op, read(getattr(stored, op))) for op in _OPS), pools)
 
 
-def _by_pool(read: Callable[[PoolStatistics], Value]) -> Callable[[CacheStatistics], Samples]:
-    return lambda statistics: (((pool,), read(stored)) for pool, stored in statistics.storage.items())
+def _by_outcome(
+    read: Callable[[CallStatistics], Iterable[tuple[str, Value]]],
+    pools: Callable[[CacheStatistics], Pools] = _pools,
+) -> Callable[[CacheStatistics], Samples]:
+    return lambda statistics: (
+        ((*labels, op, word), value)
+        for labels, stored in pools(statistics)
+        for op in _OPS
+        for word, value in read(getattr(stored, op))
+    )
+
+
+def _breaker(stored: PoolStatistics) -> Iterable[tuple[str, Value]]:
+    return ((state.value, int(stored.breaker is state)) for state in BreakerState)
+
+
+def _known(stored: PoolStatistics) -> Iterable[tuple[str, Value]]:
+    return [("there", stored.known.there), ("damaged", stored.known.damaged)]
+
+
+def _faults(calls: CallStatistics) -> Iterable[tuple[str, Value]]:
+    return [("error", calls.errors), ("timeout", calls.late)]
+
+
+def _outcomes(calls: CallStatistics) -> Iterable[tuple[str, Value]]:
+    return ((outcome.value, pages) for outcome, pages in calls.outcomes.items())
 
 
 def _one(read: Callable[[CacheStatistics], Value]) -> Callable[[CacheStatistics], Samples]:
@@ -281,7 +308,10 @@ FAMILIES = (
     ),
     Family("storing_bytes", "Bytes of storage writes in flight.", (), _one(lambda s: s.storing_bytes)),
     Family(
-        "storage_pages_total", "Pages of calls to storage, by outcome.", ("pool", "op", "outcome"), _outcomes
+        "storage_pages_total",
+        "Pages of calls to storage, by outcome.",
+        ("pool", "op", "outcome"),
+        _by_outcome(_outcomes),
     ),
     Family(
         "storage_bytes_total", "Bytes read and stored.", ("pool", "op"), _by_call(lambda calls: calls.bytes)
@@ -296,7 +326,7 @@ FAMILIES = (
         "storage_faults_total",
         "Calls to storage that raised or answered nonsense (error), or came too late (timeout).",
         ("pool", "op", "reason"),
-        _faults,
+        _by_outcome(_faults),
     ),
     Family(
         "storage_calls_running", "Calls that have not ended.", ("pool",), _by_pool(lambda pool: pool.running)
@@ -307,7 +337,9 @@ FAMILIES = (
         ("pool",),
         _by_pool(lambda pool: pool.lingering),
     ),
-    Family("storage_breaker", "1 for the state that the breaker is in.", ("pool", "state"), _breakers),
+    Family(
+        "storage_breaker", "1 for the state that the breaker is in.", ("pool", "state"), _by_state(_breaker)
+    ),
     Family(
         "storage_breaker_opened_total",
         "How often the breaker opened.",
@@ -324,13 +356,56 @@ FAMILIES = (
         "storage_known_pages",
         "Pages that storage is known to have (there), or to have damaged.",
         ("pool", "state"),
-        _known,
+        _by_state(_known),
     ),
     Family(
         "storage_recalled_pages_total",
         "Pages that storage was not asked for, because they are known.",
         ("pool",),
         _by_pool(lambda pool: pool.known.recalled),
+    ),
+    # Stages of a chain of stores
+    Family(
+        "stage_hit_tokens_total",
+        "Those of hit_tokens_total from storage, by the farthest stage that a page was read from.",
+        ("stage",),
+        lambda s: (((stage,), tokens) for stage, tokens in s.served.stage_tokens.items()),
+    ),
+    Family(
+        "storage_stage_pages_total",
+        "Pages of calls to a stage, by outcome.",
+        ("stage", "pool", "op", "outcome"),
+        _by_outcome(_outcomes, _stages),
+    ),
+    Family(
+        "storage_stage_bytes_total",
+        "Bytes read from a stage and stored there.",
+        ("stage", "pool", "op"),
+        _by_call(lambda calls: calls.bytes, _stages),
+    ),
+    Family(
+        "storage_stage_call_seconds",
+        "Latency of calls to a stage; late ones up to their deadline.",
+        ("stage", "pool", "op"),
+        _by_call(lambda calls: calls.latencies, _stages),
+    ),
+    Family(
+        "storage_stage_faults_total",
+        "Calls to a stage that raised or answered nonsense (error), or came too late (timeout).",
+        ("stage", "pool", "op", "reason"),
+        _by_outcome(_faults, _stages),
+    ),
+    Family(
+        "storage_stage_breaker",
+        "1 for the state that the breaker of a stage is in.",
+        ("stage", "pool", "state"),
+        _by_state(_breaker, _stages),
+    ),
+    Family(
+        "storage_stage_shed_pages_total",
+        "Pages that a stage did not get from others, or because it was behind.",
+        ("stage", "pool"),
+        _by_pool(lambda pool: pool.shed, _stages),
     ),
     # Other ranks of a sharded model
     Family(

@@ -19,7 +19,7 @@ from asynchicache.integrations.page_memory import ByteArray, PageMemory, copy_pi
 from asynchicache.integrations.page_slots import PlacedSlots, StagedSlots
 from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.storage.guard import GuardedPool
+from asynchicache.storage.chain import AnyPool
 from asynchicache.storage.limits import BatchResult
 from asynchicache.storage.statistics import PoolStatistics
 from asynchicache.types import Outcome
@@ -96,7 +96,7 @@ class PagePool:
         self,
         memory: PageMemory,
         slots: PlacedSlots | StagedSlots,
-        guard: GuardedPool,
+        guard: AnyPool,
         binding: SlotBinding,
         port: Port,
         *,

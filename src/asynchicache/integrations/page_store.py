@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
-from asynchicache.config import open_backend
+from asynchicache.config import open_storage
 from asynchicache.errors import ClosedError, ConfigError
 from asynchicache.hashing import pool_fingerprint
 from asynchicache.integrations.page_memory import PageMemory
@@ -21,8 +21,8 @@ from asynchicache.integrations.page_slots import PlacedSlots, StagedSlots
 from asynchicache.options import Options, Positive
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.storage.binding import SlotBinding
+from asynchicache.storage.chain import open_stored
 from asynchicache.storage.deadlines import close
-from asynchicache.storage.guard import open_guarded
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 
@@ -145,7 +145,7 @@ class PageStore:
                 port = AsyncioPort(threads=config.io_threads)
                 stack.push_async_callback(port.aclose)
             if backend is None:
-                backend = open_backend(config.storage, config.storage_options, port)
+                backend = open_storage(config.storage, config.storage_options, port)
                 closing = config.storage_limits.closing
                 stack.push_async_callback(close, backend, closing, f"storage {backend.name!r}")
             store = cls(backend, config, port)
@@ -176,7 +176,7 @@ class PageStore:
         slots = self._slots(name, memory)
         try:
             binding = SlotBinding(slots, identity.fingerprint(name, memory), identity.shard)
-            guard = await open_guarded(self._backend, binding, self._port, self.config.storage_limits)
+            guard = await open_stored(self._backend, binding, self._port, self.config.storage_limits)
         except BaseException:
             slots.close()
             raise

@@ -337,6 +337,7 @@ class PrefetchPlanner:
         read.waiters.append(reading)
         reading.joined = True
         reading.unanswered += read.outcome is None
+        _note_stage(reading, read)
 
     def next_read(self, most: Mapping[int, int] | None = None) -> StorageRead | None:
         """Begin the next read: pages of the first in turn that waits for some and has room.
@@ -495,6 +496,7 @@ class PrefetchPlanner:
                 reading.unanswered -= 1
                 if outcome is not Outcome.HIT:
                     reading.lost.append(outcome)
+                _note_stage(reading, page)
             if outcome is not Outcome.HIT and outcome is not Outcome.TIMEOUT:
                 self._give_up(page)
         waiters = {reading: None for page in read.pages for reading in page.waiters}
@@ -773,6 +775,12 @@ def _give_digests(end: Node, digests: Sequence[bytes], pages: int) -> None:
     for node in end.path():
         if node.digests is None and node.end <= pages:
             node.digests = list(digests[node.end - node.pages : node.end])
+
+
+def _note_stage(reading: Reading, read: PageRead) -> None:
+    """Note that a page which has come for a request came from a farther stage than others."""
+    if reading.request is not None and read.outcome is Outcome.HIT:
+        reading.request.stage = max(reading.request.stage, read.stage)
 
 
 def _known_digests(tip: Node) -> list[bytes]:

@@ -60,6 +60,7 @@ class PageRead:
         key: its component and digest.
         slot: the host slot that it goes to.
         waiters: the readings that need it.
+        stage: number of the stage of a chain of stores that it came from.
         outcome: storage's answer; None until there is one. After `TIMEOUT` the engine may still write to the
             slot, and nobody reads the page again until it no longer does.
     """
@@ -68,6 +69,7 @@ class PageRead:
     slot: int
     waiters: list[Reading]
     outcome: Outcome | None = None
+    stage: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -91,6 +91,7 @@ class RequestState:
         stored_full_pages, stored_held_back: how far full pages reach in memory and storage together, as the
             request's prefetch found, and the component that keeps a prefix shorter than that.
         prefetched_pages: pages that the request's prefetch added to the match, and a tail.
+        stage: the farthest stage of a chain of stores that a page of it was read from.
         sources: by pool and the tier they came from, the restored pages and states. `STORAGE` counts those
             that the request's prefetch brought.
         hint: what its client knows.
@@ -139,6 +140,7 @@ class RequestState:
     stored_full_pages: int = 0
     stored_held_back: int | None = None
     prefetched_pages: int = 0
+    stage: int = 0
     sources: Counter[tuple[str, Tier]] = field(default_factory=Counter)
     turn: int = 0
     kept: Locks = field(default_factory=list)

@@ -13,7 +13,6 @@ import msgspec
 from asynchicache.controller.storage_pools import (
     SLICE_PAGES,
     Presence,
-    all_ended,
     worst_outcomes,
 )
 from asynchicache.errors import RankProtocolError, StorageError
@@ -32,6 +31,7 @@ from asynchicache.ranks.messages import (
 )
 from asynchicache.ranks.shared_storage import SharedStorage
 from asynchicache.ranks.sharing import HostShare
+from asynchicache.storage.deadlines import joined
 from asynchicache.storage.limits import BatchResult
 from asynchicache.streams.base import Event
 from asynchicache.transfer.plan import CacheOperation, Direction
@@ -222,7 +222,7 @@ class GroupStorage(SharedStorage):
             answer, lingering = answers.get(rank, _NO_ANSWER)
             columns.append(self._outcomes(rank, answer, index, pages))
             late += [] if lingering is None else [lingering]
-        return BatchResult(worst_outcomes(columns), asyncio.ensure_future(all_ended(late)) if late else None)
+        return BatchResult(worst_outcomes(columns), joined(late))
 
     def _outcomes(self, rank: int, answer: FollowerAnswer | None, index: int, pages: int) -> list[Outcome]:
         failed = [Outcome.FAILED] * pages

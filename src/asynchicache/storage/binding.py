@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
+from copy import copy
 from struct import Struct
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from xxhash import xxh3_64, xxh3_64_digest
 
@@ -33,11 +34,8 @@ _POOL = re.compile(r"[a-z0-9_]{1,64}")
 _SHARD = re.compile(r"[0-9a-z/-]{0,32}")
 
 
-class SlotMemory(Protocol):
-    """The host memory of one pool; `pools.host.HostPool` is one."""
-
-    @property
-    def layout(self) -> SlotLayout: ...
+class SlotViews(Protocol):
+    """Slots in memory."""
 
     def page(self, slot: int) -> memoryview:
         """The slot's `layout.slot_bytes`, writable, on an `ALIGNMENT` boundary."""
@@ -50,6 +48,13 @@ class SlotMemory(Protocol):
     def regions(self) -> tuple[memoryview, memoryview]:
         """All headers and all pages, each as one contiguous view that starts at slot 0."""
         ...
+
+
+class SlotMemory(SlotViews, Protocol):
+    """The host memory of one pool; `pools.host.HostPool` is one."""
+
+    @property
+    def layout(self) -> SlotLayout: ...
 
 
 class PageHeader(NamedTuple):
@@ -126,6 +131,12 @@ class SlotBinding:
     def key(self, digest: bytes) -> ObjectKey:
         """The key of this pool's page with that digest."""
         return ObjectKey(self.fingerprint, digest, self.pool, self.shard)
+
+    def over(self, memory: SlotViews) -> Self:
+        """The same pool in other memory."""
+        other = copy(self)
+        other.header, other.page, other.regions = memory.header, memory.page, memory.regions
+        return other
 
     def seal(self, slot: int, key: ObjectKey) -> bytes:
         """Write the header for the page now in `slot`.

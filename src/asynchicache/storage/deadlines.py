@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
@@ -119,6 +119,18 @@ def run_immediate(call: Awaitable[T]) -> T:
     if isinstance(call, Coroutine):
         call.close()
     raise StorageError("the engine is `immediate`, and a call of it suspended")
+
+
+def joined(late: Sequence[asyncio.Future[None]]) -> asyncio.Future[None] | None:
+    """One future for calls past their deadline: done when all have ended, and cancelled if one was, so that
+    its end will never be known. None if there are none."""
+    return asyncio.ensure_future(_all_ended(late)) if late else None
+
+
+async def _all_ended(calls: Sequence[asyncio.Future[None]]) -> None:
+    await asyncio.wait(calls)
+    if any(call.cancelled() for call in calls):
+        raise asyncio.CancelledError
 
 
 async def _drop_result(task: asyncio.Task[T], on_unwanted: Callable[[T], Awaitable[None]] | None) -> None:

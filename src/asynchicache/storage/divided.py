@@ -90,6 +90,7 @@ class DividedStorage:
         divided = self._pools.get(binding.pool)
         if divided is None:
             return await self._backend.open_pool(binding)
+        binding.regions()  # says that this uses the pool's memory itself, not through `page`
         engines = [await self._backend.open_pool(part.binding) for part in divided.parts]
         return _DividedEngine(binding, divided, engines, self._port)
 

@@ -309,6 +309,16 @@ class GuardedPool:
         self._on_unused: Callable[[frozenset[int]], object] | None = None
 
     @property
+    def answering(self) -> bool:
+        """Whether calls are made now: the pool is open, and its breaker closed."""
+        return not self._closed and self._breaker.state is BreakerState.CLOSED
+
+    @property
+    def durable(self) -> bool:
+        """Whether stored pages survive the end of this process."""
+        return self._capabilities.durable
+
+    @property
     def read_limits(self) -> tuple[int, int]:
         """The most concurrent reads, and the most pages of one."""
         calls = 1 if self._capabilities.immediate else self._capabilities.concurrency
@@ -387,6 +397,16 @@ class GuardedPool:
         else:
             self._check_keys(keys)
 
+    async def leaving(self, pages: int) -> list[ObjectKey]:
+        """What the engine would evict to take `pages` more pages, of any pool; nothing if it does not say."""
+        try:
+            call = OptionalVerbs(self._engine).leaving(pages)
+            return list(await with_deadline(call, self._limits.deadline, "leaving"))
+        except Exception as error:  # noqa: BLE001 - the boundary to the backend's engine
+            message = "pool %s: leaving of %d pages failed: %r"
+            self._failures.warning("leaving", message, self._binding.pool, pages, error, pages=pages)
+            return []
+
     async def clear(self) -> int:
         """Delete every page of this pool, fingerprint and shard; returns how many there were.
 
@@ -434,6 +454,7 @@ class GuardedPool:
             opened=self._breaker.opened,
             known=self._presence.statistics(),
             full=OptionalVerbs(self._engine).full,
+            shed=0,
             **counts,
         )
 

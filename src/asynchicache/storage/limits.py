@@ -52,10 +52,12 @@ class BatchResult(NamedTuple):
         lingering: None if the caller may reuse the slots now. Otherwise a future that is done when the
             engine no longer touches them, or cancelled if the pool was closed first: the slots are then
             never safe to reuse.
+        sources: of a read from a chain of stores, the number of the stage that each page came from.
     """
 
     outcomes: list[Outcome]
     lingering: asyncio.Future[None] | None = None
+    sources: bytes = b""
 
     @property
     def present(self) -> bytes:

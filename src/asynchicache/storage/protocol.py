@@ -219,6 +219,14 @@ class OptionalVerbs:
         """
         return await self._engine.exists(keys)
 
+    async def leaving(self, pages: int) -> list[ObjectKey]:
+        """What the engine would evict now to take `pages` more pages of its pool, the first to go first.
+
+        May have pages of other pools, and too many rather than too few: a chain of stores moves them to the
+        next one. Default: nothing.
+        """
+        return []
+
     @property
     def evicts(self) -> bool:
         """False if the engine never evicts, and needs no `touch` calls. Default: whether it has `touch`."""

@@ -52,6 +52,7 @@ class PoolStatistics:
         opened: how often the breaker opened.
         known: counts of remembered pages.
         full: the engine's medium refuses new pages; the engine tries again after a while.
+        shed: pages that this stage of a chain did not get: it was behind, or there was no room to carry them.
     """
 
     pool: str
@@ -66,6 +67,7 @@ class PoolStatistics:
     opened: int
     known: PresenceStatistics
     full: bool = False
+    shed: int = 0
 
 
 class CallCounters:

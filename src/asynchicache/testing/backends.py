@@ -212,6 +212,7 @@ _CALLS = 10
 OPTIONAL_CALLS: dict[str, Callable[[OptionalVerbs, list[ObjectKey]], Coroutine[Any, Any, object]]] = {
     "touch": lambda verbs, keys: verbs.touch(keys),
     "confirm": lambda verbs, keys: verbs.confirm(keys),
+    "leaving": lambda verbs, keys: verbs.leaving(len(keys)),
 }
 """A call of each optional verb, about the pages of some keys. Each also has a test of what it does."""
 
@@ -509,6 +510,22 @@ class BackendConformance:
 
             assert outcomes == [EXISTS] * 3 + [STORED] * 5 + [REJECTED] * 4
             assert await bench.get(bench.keys(*range(12)), range(12)) == [HIT] * 8 + [MISS] * 4
+
+    async def test_what_leaves_next_is_what_is_evicted_next(self, tmp_path: Path) -> None:
+        if not self.bounded:
+            return
+        async with self.backend(tmp_path, pages=8) as backend:
+            bench = await self.open(backend)
+            await bench.put(bench.keys(*range(8)), range(8))
+            assert await OptionalVerbs(bench.engine).leaving(0) == []
+
+            leaving = await OptionalVerbs(bench.engine).leaving(2)
+
+            left = await self._left(bench, range(8), new=[20, 21])
+            assert {key for key in bench.keys(*range(8)) if key in leaving} >= {
+                key for number, key in enumerate(bench.keys(*range(8))) if number not in left
+            }
+            assert leaving[:2] == bench.keys(7, 6)  # a path loses its end first
 
     async def _left(self, bench: PoolUnderTest, numbers: Sequence[int], *, new: Sequence[int]) -> list[int]:
         """Store new pages one by one; return which of the pages `numbers` are left."""

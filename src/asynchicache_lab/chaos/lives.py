@@ -143,6 +143,7 @@ class _LifeRun:
             life_limits(life),
             life.link,
             script.model.page_size,
+            life.near,
         )
         self._recency = recency
         self._paged: PagedMemory | None = None
@@ -235,7 +236,7 @@ class _LifeRun:
         )
 
     def _open(self) -> AbstractAsyncContextManager[HybridCache | EngineCache]:
-        storage = self._storage.backend if self._life.weights is not None else None
+        storage = self._storage.backend(self._world.port) if self._life.weights is not None else None
         config = life_config(self._life, tails=self._page_tokens is not None)
         if self._life.hashing:
             self._world.port.worker_seconds["asynchicache-audit"] = self._life.hashing
@@ -264,7 +265,7 @@ class _LifeRun:
             await _stop([happening, *self._restarts])
             steady = self._life.steady
             if steady is not None and isinstance(engine, ChaosEngine) and not engine.closing:
-                await SteadyTraffic(engine, steady, self._storage.backend).run()
+                await SteadyTraffic(engine, steady, self._storage.backend(self._world.port)).run()
             return tasks
         return [*tasks, happening]
 
@@ -295,7 +296,7 @@ class _LifeRun:
             case "drain":
                 await cache.drain()
             case "attach" if self._life.weights is not None:
-                await cache.attach_storage(storage.backend)
+                await cache.attach_storage(storage.backend(self._world.port))
             case "detach":
                 draws.count("storage.detach")
                 await cache.detach_storage()

@@ -13,6 +13,7 @@ from asynchicache.errors import ConfigError
 from asynchicache.layouts import HostLayout
 from asynchicache.planner.hints import MAX_KEEP_SECONDS, NO_HINT, CacheHint
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
+from asynchicache.storage.chain import Promotion
 from asynchicache.transfer.local import GROUP_BYTES
 from asynchicache.types import PrefetchPolicy, WritePolicy, trailing_pages
 
@@ -232,6 +233,23 @@ class StorageLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     stuck: tuple[int, ...] = ()
 
 
+PROMOTIONS: tuple[Promotion, ...] = ("all", "second_hit", "none")
+
+
+class NearStore(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A store of the cache alone, before the one that all share: the first stage of a chain.
+
+    Attributes:
+        nbytes: what it has room for.
+        promote: which pages of the shared store it gets, see `storage.chain.StagePolicy`.
+        faults: of this store.
+    """
+
+    nbytes: int
+    promote: Promotion = "all"
+    faults: StorageFaults = StorageFaults()
+
+
 class DeviceFaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Faults of copies: probabilities from 0 to 1, or the number of the affected copy.
 
@@ -276,6 +294,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         paged: an engine owns the device memory; see `chaos.paged`.
         shared: bytes of host memory that all pools share; 0: each has the host slots of `sizes`.
         link: the speed of storage.
+        near: a store before that one; None: there is none.
         dirty: the cache is closed as it is when its clients are done, without `drain` or `flush`.
     """
 
@@ -307,6 +326,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     paged: bool = False
     shared: int = 0
     link: StorageLink = StorageLink()
+    near: NearStore | None = None
     dirty: bool = False
 
 

@@ -15,7 +15,9 @@ from asynchicache.backends.memory import MemoryBackend, MemoryEngine
 from asynchicache.cache import BaseCache
 from asynchicache.controller.inspection import Inspection
 from asynchicache.hashing import ObjectKey, page_digests
+from asynchicache.ports import Port
 from asynchicache.storage.breaker import BreakerState
+from asynchicache.storage.chain import Promotion, Stage, StagePolicy, StorageChain
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import (
     Capabilities,
@@ -30,7 +32,7 @@ from asynchicache_lab.chaos.calls import Call, Calls
 from asynchicache_lab.chaos.faults import SLOWER, FaultDraws
 from asynchicache_lab.chaos.identity import HostPages
 from asynchicache_lab.chaos.ledger import Ledger
-from asynchicache_lab.chaos.script import StorageFaults, StorageLink
+from asynchicache_lab.chaos.script import NearStore, StorageFaults, StorageLink
 from asynchicache_lab.chaos.store import ChaosStore
 
 CALL_SECONDS = 5e-4
@@ -49,6 +51,9 @@ _TROUBLE = (
 _FAULTS_THAT_LOSE = ("hang", "late", "lie", "swap", "drop", "stall", "lose", "forget", "detach")
 """After these, storage may lack what it has acknowledged, or lose it when a late call ends."""
 
+_FAILURES = ("fail", "raises", "partial", "hang", "late")
+"""Faults that a guard may log."""
+
 _SPEEDS = ("stall", "exists")
 """What a script says of storage that is no fault rate."""
 
@@ -59,7 +64,6 @@ class ChaosStorage:
     Attributes:
         store: the store that outlives the cache.
         calls: record of the cache's calls.
-        backend: the backend that the cache uses.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class ChaosStorage:
         limits: PoolLimits,
         link: StorageLink,
         page_size: int,
+        near: NearStore | None = None,
     ) -> None:
         self.store = store
         self.calls = Calls(asyncio.get_running_loop().time)
@@ -79,9 +84,7 @@ class ChaosStorage:
         self._limits = limits
         self._stall = faults.stall
         self._exists = faults.exists
-        self._rates = FaultRates(
-            **{name: getattr(faults, name) for name in StorageFaults.__struct_fields__ if name not in _SPEEDS}
-        )
+        self._rates = _rates(faults)
         self._witness = VerifyingBackend(store, pages, ledger)
         self._faulty = Faulty(self._witness, self._rates, draws.chance, late_seconds=0.03)
         slow = Latency(self._faulty, CALL_SECONDS, sleep=self._sleep)
@@ -90,10 +93,25 @@ class ChaosStorage:
         self._wire = asyncio.Lock()
         self._stuck = set(page_digests(array("q", link.stuck), page_size)) if link.stuck else set()
         self._mended = asyncio.Event()
-        self.backend = TrackedBackend(slow, self.calls, self)
+        self._tracked = TrackedBackend(slow, self.calls, self)
+        self._near = None
+        self._stores = [self._faulty]
+        if near is not None:
+            own = VerifyingBackend(ChaosStore(near.nbytes), pages, ledger)
+            self._near = Faulty(own, _rates(near.faults), draws.chance, late_seconds=0.03)
+            self._stores.append(self._near)
+        self._promote: Promotion = "all" if near is None else near.promote
         self._seen = 0
         self._troubled = -1.0
         self._cut = False
+
+    def backend(self, port: Port) -> StorageBackend:
+        """The backend that the cache uses."""
+        near = self._near
+        if near is None:
+            return self._tracked
+        first = Stage("near", lambda: near, StagePolicy(durable=False, promote=self._promote))
+        return StorageChain([first, Stage("shared", lambda: self._tracked)], port)
 
     async def _sleep(self, mean_seconds: float) -> None:
         slower = SLOWER if self._draws.occurs("storage.stall", self._stall) else 1
@@ -157,7 +175,7 @@ class ChaosStorage:
     @property
     def has_lied(self) -> bool:
         """Whether an `exists` was answered wrongly, ever."""
-        return self._faulty.injected["lie"] > 0
+        return any(one.injected["lie"] > 0 for one in self._stores)
 
     def calm_since(self, moment: float, inside: Inspection) -> bool:
         """Whether storage had no fault since `moment` and earlier faults are over: since then the cache made
@@ -173,8 +191,9 @@ class ChaosStorage:
     @staticmethod
     def admits(inside: Inspection) -> bool:
         """Whether the breakers let every call through now."""
-        pools = inside.storage.statistics().values()
-        return all(pool.breaker is BreakerState.CLOSED for pool in pools)
+        stages = inside.storage.stages().values()
+        pools = [inside.storage.statistics(), *stages]
+        return all(pool.breaker is BreakerState.CLOSED for one in pools for pool in one.values())
 
     def wrongly_marked(self, cache: BaseCache[Any]) -> list[str]:
         """Describe pages that the cache believes to be stored, and never writes again, while storage lacks
@@ -197,8 +216,14 @@ class ChaosStorage:
     def look(self) -> None:
         """Record faults since the last look, and ongoing ones."""
         counted = self._draws.counted
-        seen = sum(self._faulty.injected.values()) + sum(counted[kind] for kind in _TROUBLE)
-        if seen != self._seen or self._faulty.hanging or self._is_late(self.calls.oldest()):
+        seen = sum(sum(one.injected.values()) for one in self._stores) + sum(
+            counted[kind] for kind in _TROUBLE
+        )
+        if (
+            seen != self._seen
+            or any(one.hanging for one in self._stores)
+            or self._is_late(self.calls.oldest())
+        ):
             self._seen = seen or 1
             self._troubled = asyncio.get_running_loop().time()
 
@@ -208,7 +233,8 @@ class ChaosStorage:
 
     def release(self) -> None:
         """Let hanging calls continue."""
-        self._faulty.release()
+        for one in self._stores:
+            one.release()
 
     async def restart(self, seconds: float, *, lose: bool) -> None:
         """Answer no call for `seconds`. If `lose`, also forget all pages."""
@@ -228,20 +254,31 @@ class ChaosStorage:
     def cut_off(self) -> None:
         """The process is killed: none of its later calls reaches the store."""
         self._cut = True
-        self._faulty.rates = FaultRates(raises=1.0)
+        for one in self._stores:
+            one.rates = FaultRates(raises=1.0)
 
     def mend(self) -> None:
         """Stop all faults, unless the process was killed."""
         self._stall, self._rates = 0.0, FaultRates()
         self._mended.set()
-        self._faulty.rates = self._rates if not self._cut else FaultRates(raises=1.0)
-        self._faulty.release()
+        for one in self._stores:
+            one.rates = self._rates if not self._cut else FaultRates(raises=1.0)
+        self.release()
 
     def settle(self) -> None:
         """Count the faults that were injected."""
-        for name, count in self._faulty.injected.items():
-            self._draws.counted[f"storage.{name}"] += count
-        self._faulty.injected.clear()
+        if self._near is not None:
+            self.ledger.calls_failed += sum(map(self._near.injected.__getitem__, _FAILURES))
+        for one in self._stores:
+            for name, count in one.injected.items():
+                self._draws.counted[f"storage.{name}"] += count
+            one.injected.clear()
+
+
+def _rates(faults: StorageFaults) -> FaultRates:
+    return FaultRates(
+        **{name: getattr(faults, name) for name in StorageFaults.__struct_fields__ if name not in _SPEEDS}
+    )
 
 
 class TrackedBackend:

@@ -19,12 +19,14 @@ from asynchicache.types import PrefetchPolicy, WritePolicy
 from asynchicache_lab.chaos.edges import EDGES, SEEDS_AN_EDGE
 from asynchicache_lab.chaos.script import (
     HINTS,
+    PROMOTIONS,
     CacheSizes,
     ChaosClient,
     ClientTurn,
     DeviceFaults,
     Life,
     ModelShape,
+    NearStore,
     Pace,
     Script,
     ScriptEvent,
@@ -48,6 +50,9 @@ LONGEST = 12
 
 _FIRST_WAVES, _SEEDS_A_WAVE = 200, 20
 """From which seed on, and how often, a script is about waves of requests, or about one of `EDGES`."""
+
+_CHAINED_SEEDS = 8
+"""One seed of so many has a store before the shared one."""
 
 _SUSPENDING_SEEDS = 5
 """One of so many seeds has requests that are suspended."""
@@ -88,10 +93,28 @@ def draw_script(seed: int) -> Script:
         script = _with_tails(script)
     if seed % _HINTED_SEEDS == 4:
         script = _with_hints(script)
+    if seed % _CHAINED_SEEDS == 5:
+        script = _with_near_stores(script)
     return _with_suspensions(script) if seed % _SUSPENDING_SEEDS == 1 else script
 
 
 # What is drawn apart, so that all else of a seed stays as it was
+
+
+def _with_near_stores(script: Script) -> Script:
+    """Put a store before the one that all caches share, which fails in every second life."""
+    chance = random.Random(f"near {script.seed}")
+
+    def change(life: Life) -> Life:
+        kinds = ("fail", "raises", "lie", "swap", "drop", "partial", "hang", "late")
+        chosen = chance.sample(kinds, 2) if chance.random() < 0.5 else []
+        faults = StorageFaults(**{kind: chance.choice((0.02, 0.1, 0.3)) for kind in chosen})
+        nbytes = chance.choice((2000, 20_000, 1_000_000))
+        promote = chance.choice(PROMOTIONS)
+        return msgspec.structs.replace(life, near=NearStore(nbytes=nbytes, promote=promote, faults=faults))
+
+    last = None if script.last is None else change(script.last)
+    return msgspec.structs.replace(script, lives=tuple(map(change, script.lives)), last=last)
 
 
 def _with_hints(script: Script) -> Script:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from typing import Self
 
+import msgspec
+
 from asynchicache.cache import HybridCache
-from asynchicache.config import CacheConfig
+from asynchicache.config import CacheConfig, StorageNames, StorageOptions
 from asynchicache.errors import StorageError, UsageError
 
 _log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class ServedStorage:
             config: names the storage and its options.
             pause: seconds between attempts to open it.
         """
-        self.name = config.storage or ""
+        self.name = config.storage_name
         self._cache = cache
         self._config = config
         self._pause = pause
@@ -48,12 +49,12 @@ class ServedStorage:
     async def __aexit__(self, *error: object) -> None:
         await self._give_up()
 
-    async def attach(self, name: str | None = None, options: Mapping[str, object] | None = None) -> str:
+    async def attach(self, storage: StorageNames | None = None, options: StorageOptions | None = None) -> str:
         """Attach a storage now.
 
         Args:
-            name: of the storage engine. Default: the configured one, with its options.
-            options: of a named engine.
+            storage: name of the engine, or the stages of a chain. Default: as configured, with its options.
+            options: of a named engine, or of each stage.
 
         Returns:
             the name.
@@ -62,14 +63,15 @@ class ServedStorage:
             UsageError: there is storage already, none is configured, or the options do not fit.
             StorageError: it cannot be opened.
         """
-        if name is None:
-            name, options = self._config.storage, self._config.storage_options
-        if name is None:
+        if storage is None:
+            storage, options = self._config.storage, self._config.storage_options
+        if storage is None:
             raise UsageError("no storage is configured: say which, with storage and storage_options")
-        await self._cache.attach_storage(name, options)
+        await self._cache.attach_storage(storage, options)
         await self._give_up()
-        self.name = name
-        return name
+        chosen = msgspec.structs.replace(self._config, storage=storage, storage_options=options or {})
+        self.name = chosen.storage_name
+        return self.name
 
     async def detach(self) -> bool:
         """Go on without storage; False if none was attached."""
@@ -85,7 +87,7 @@ class ServedStorage:
 
     async def _attached(self) -> bool:
         try:
-            await self._cache.attach_storage(self.name, self._config.storage_options)
+            await self._cache.attach_storage(self._config.storage or "", self._config.storage_options)
         except StorageError as error:
             _log.warning(
                 "storage %s cannot be opened, so nothing is kept there for now: %s", self.name, error

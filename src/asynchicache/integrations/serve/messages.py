@@ -203,10 +203,11 @@ class WeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AttachRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST /attach_storage`: a storage engine and its options; empty for the configured one."""
+    """The body of `POST /attach_storage`: a storage engine and its options, or the stages of a chain and the
+    options of each; empty for the configured one."""
 
-    storage: Annotated[str, Meta(min_length=1)] | None = None
-    storage_options: dict[str, Any] | None = None
+    storage: Annotated[str, Meta(min_length=1)] | list[Any] | None = None
+    storage_options: dict[str, Any] | list[dict[str, Any]] | None = None
 
 
 def decode_order(body: bytes, kind: type[OrderT]) -> OrderT:
