@@ -1,19 +1,27 @@
-"""The redis backend: one namespace of a server, which holds the pages of all pools."""
+"""The redis backend: one namespace of a server or a cluster, which holds the pages of all pools."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from functools import partial
 from typing import TypeVar
 
+from redis.connection import ConnectionPool
+
 from asynchicache.backends.engine_registry import EngineRegistry
-from asynchicache.backends.redis.connection import RedisConnection
+from asynchicache.backends.redis.calls import Caller
 from asynchicache.backends.redis.engine import RedisEngine
 from asynchicache.backends.redis.options import RedisOptions
-from asynchicache.backends.redis.pool import ConnectionPool
-from asynchicache.backends.redis.resp import ErrorReply, ProtocolError, RespReply, command
+from asynchicache.backends.redis.wire import (
+    ErrorReply,
+    ProtocolError,
+    RedisCommand,
+    RefusedError,
+    RespReply,
+    Wire,
+)
 from asynchicache.errors import ClosedError, StorageError, StorageFormatError
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
@@ -25,8 +33,6 @@ T = TypeVar("T")
 _MAGIC, _VERSION = b"asynchicache redis store", 2
 _MAX_VALUE_BYTES = 512 << 20  # `proto-max-bulk-len` of Redis, unless it is configured otherwise
 _SCAN_KEYS = 1000
-_PROBES = (b"PROBE0", b"PROBE1")
-"""Keys that are never set. Their hash slots differ after any prefix, so a cluster refuses both at once."""
 _CLUSTER = frozenset({"MOVED", "ASK", "CROSSSLOT", "CLUSTERDOWN"})
 
 
@@ -42,7 +48,7 @@ class RedisBackend:
 
     def __init__(self, options: RedisOptions, port: Port) -> None:
         self._options = options
-        self._pool = ConnectionPool(options, port)
+        self._caller = Caller(options, port)
         self._turn = asyncio.Lock()
         self._marker = f"{options.namespace}:FORMAT".encode()
         self._engines: EngineRegistry[RedisEngine] = EngineRegistry()
@@ -53,9 +59,9 @@ class RedisBackend:
         """Reach the server, and check that the namespace is ours.
 
         Raises:
-            StorageError: the server cannot be reached, refuses the login or a command that is needed, or is a
-                node of a cluster; the pool is open with another binding; its pages are larger than a Redis
-                value may be.
+            StorageError: the server cannot be reached, refuses the login or a command that is needed, or is
+                another one than the options say; the pool is open with another binding; its pages are larger
+                than a Redis value may be.
             StorageFormatError: the namespace holds foreign data, or pages of a newer format.
             ClosedError: the backend is closed.
         """
@@ -65,9 +71,10 @@ class RedisBackend:
 
     async def _open(self, binding: PoolBinding) -> RedisEngine:
         self._check_size(binding)
+        await self._told(self._caller.open())
         await self._check_format()
         await self._check_policy()
-        return RedisEngine(binding, self._pool, self._turn, self._options, self._clear)
+        return RedisEngine(binding, self._caller, self._turn, self._options, self._clear)
 
     async def clear(self) -> int:
         """Delete every page of the namespace, of all pools and models. Other keys are not touched.
@@ -82,28 +89,34 @@ class RedisBackend:
 
     async def _clear(self, glob: str) -> int:
         """Delete the keys that match a glob pattern, except the marker; returns their number."""
+        await self._told(self._caller.open())
+        return sum([await self._clear_at(server, glob) for server in self._caller.servers.all()])
+
+    async def _clear_at(self, server: ConnectionPool, glob: str) -> int:
         count, cursor = 0, b"0"
         while True:  # one deadline a step: there may be many
-            deleted, cursor = await self._talk(partial(self._clear_some, glob.encode(), cursor))
+            step = partial(self._clear_some, glob.encode(), cursor)
+            deleted, cursor = await self._told(self._caller.run(server, step))
             count += deleted
             if cursor == b"0":
                 return count
 
-    def _clear_some(self, pattern: bytes, cursor: bytes, connection: RedisConnection) -> tuple[int, bytes]:
+    def _clear_some(self, pattern: bytes, cursor: bytes, wire: Wire) -> tuple[int, bytes]:
         """Delete what one step of SCAN finds.
 
         Returns:
             How many were deleted, and the cursor of the next step.
         """
-        scan = command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _SCAN_KEYS)
-        cursor, names = _scanned(connection.ask(scan)[0])
-        found = [name for name in names if name != self._marker]
-        return _number(connection.ask(command(b"UNLINK", *found))[0]) if found else 0, cursor
+        scan: RedisCommand = ("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_KEYS)
+        cursor, names = _scanned(wire.ask(scan)[0])
+        # One by one: in a cluster they are of many hash slots.
+        gone = wire.ask(*(("UNLINK", name) for name in names if name != self._marker))
+        return sum(map(_number, gone)), cursor
 
     async def aclose(self) -> None:
         self._closed = True
         await self._engines.aclose()
-        await self._pool.aclose()
+        await self._caller.aclose()
 
     @staticmethod
     def _check_size(binding: PoolBinding) -> None:
@@ -114,12 +127,14 @@ class RedisBackend:
                 "Redis stores under a key: use smaller pages, or another engine"
             )
 
-    async def _talk(self, work: Callable[[RedisConnection], T]) -> T:
-        """Send a few commands; every failure becomes a StorageError that names the server."""
+    async def _told(self, talk: Awaitable[T]) -> T:
+        """Talk to a server within the deadline; every failure becomes a StorageError that names it."""
         server, seconds = self._options.server, self._options.timeout_seconds
         try:
             async with asyncio.timeout(seconds):
-                return await self._pool.run(work)
+                return await talk
+        except RefusedError as error:
+            raise StorageError(f"{server} does not let us in: {error}") from error
         except ProtocolError as error:
             raise StorageError(f"{server} does not speak Redis: {error}; is url right?") from error
         except StorageError:
@@ -135,14 +150,16 @@ class RedisBackend:
     async def _check_format(self) -> None:
         """Mark a new namespace as ours; refuse a foreign one, and a server that forbids what we need."""
         ours = b"%b %d" % (_MAGIC, _VERSION)
-        one, other = (self._marker.replace(b"FORMAT", name) for name in _PROBES)
+        # Never set, and in the hash slot of the marker.
+        probe = f"{self._options.namespace}:{{{self._marker.decode()}}}PROBE"
         # In small letters: what the server logs tells them from uses.
-        needed = {"EXISTS": command(b"exists", one, other), "TOUCH": command(b"touch", one)}
+        needed: dict[str, RedisCommand] = {"EXISTS": ("exists", probe), "TOUCH": ("touch", probe)}
         if not self._options.read_only:
-            needed["UNLINK"] = command(b"unlink", one)
-            needed["SET"] = command(b"SET", self._marker, ours, b"NX")
-        needed["GET"] = command(b"GET", self._marker)
-        answers = await self._talk(lambda connection: connection.ask(*needed.values()))
+            needed["UNLINK"] = ("unlink", probe)
+            needed["SET"] = ("SET", self._marker, ours, "NX")
+        needed["GET"] = ("GET", self._marker)
+        (share,) = self._caller.servers.split([self._marker], [0])
+        answers = await self._told(self._caller.run(share.server, lambda wire: wire.ask(*needed.values())))
         self._check_rights(dict(zip(needed, answers, strict=True)))
         found = answers[-1]
         if isinstance(found, ErrorReply):
@@ -153,12 +170,9 @@ class RedisBackend:
     def _check_rights(self, answers: Mapping[str, RespReply]) -> None:
         """
         Raises:
-            StorageError: the server is a node of a cluster, or forbids a command or our keys; says which.
+            StorageError: the server forbids a command or our keys; says which.
         """
         refused = {verb: answer for verb, answer in answers.items() if isinstance(answer, ErrorReply)}
-        for answer in refused.values():
-            if answer.code in _CLUSTER:
-                raise self._refused(answer)
         forbidden = {verb: answer.text for verb, answer in refused.items() if answer.code == "NOPERM"}
         if not forbidden:
             return
@@ -174,38 +188,24 @@ class RedisBackend:
         )
 
     async def _check_policy(self) -> None:
-        """Warn if the server will refuse pages once it is full. Not all users may ask."""
+        """Warn if a server will lose pages once it is full. Not all users may ask."""
         if self._options.read_only or self._policy_checked:
             return
         self._policy_checked = True
-        (answer,) = await self._talk(lambda connection: connection.ask(command(b"INFO", b"memory")))
-        lines = answer.decode("utf-8", "replace").splitlines() if isinstance(answer, bytes) else []
-        facts = dict(line.split(":", 1) for line in lines if ":" in line)
-        policy, size = facts.get("maxmemory_policy", ""), facts.get("maxmemory", "0")
-        keeps = policy == "noeviction" or (policy.startswith("volatile-") and not self._options.ttl_seconds)
-        if keeps and size != "0":
-            logger.warning(
-                "%s evicts no page (maxmemory-policy %s): once its %s bytes are full, no more is stored; "
-                "set maxmemory-policy allkeys-lru%s",
-                self._options.server,
-                policy,
-                size,
-                "" if policy == "noeviction" else ", or option ttl_seconds",
-            )
+        said: set[str] = set()
+        for server in self._caller.servers.all():
+            (answer,) = await self._told(self._caller.run(server, lambda wire: wire.ask(("INFO", "memory"))))
+            lines = answer.decode("utf-8", "replace").splitlines() if isinstance(answer, bytes) else []
+            said.add(_pages_lost(dict(line.split(":", 1) for line in lines if ":" in line), self._options))
+        for text in sorted(said - {""}):
+            logger.warning("%s %s", self._options.server, text)
 
     def _refused(self, reply: ErrorReply) -> StorageError:
         if reply.code == "WRONGTYPE":
             return self._foreign(reply)
         if reply.code in _CLUSTER:
-            return StorageError(
-                f"{self._options.server} is part of a cluster ({reply.text}): give a server of its own"
-            )
-        if reply.code == "NOAUTH":
-            return StorageError(f"{self._options.server} does not let us in: {reply.text}")
-        advice = (
-            "; is it a Sentinel? Give the server that it watches" if "unknown command" in reply.text else ""
-        )
-        return StorageError(f"{self._options.server} cannot be used: {reply.text}{advice}")
+            return StorageError(f"{self._options.server} is part of a cluster in disorder: {reply.text}")
+        return StorageError(f"{self._options.server} cannot be used: {reply.text}")
 
     def _foreign(self, found: RespReply) -> StorageFormatError:
         where = f"{self._options.server}, namespace {self._options.namespace!r}"
@@ -226,6 +226,25 @@ def _scanned(reply: RespReply) -> tuple[bytes, list[bytes]]:
         case [bytes(cursor), list(names)]:
             return cursor, [name for name in names if isinstance(name, bytes)]
     raise ProtocolError(f"{reply!r:.40} is no answer to SCAN")
+
+
+def _pages_lost(memory: Mapping[str, str], options: RedisOptions) -> str:
+    """How a server loses pages once it is full, from its INFO; empty if it keeps those in use."""
+    policy, size = memory.get("maxmemory_policy", ""), memory.get("maxmemory", "0")
+    if size == "0":
+        return ""
+    if policy == "noeviction" or (policy.startswith("volatile-") and not options.ttl_seconds):
+        way_out = "" if policy == "noeviction" else ", or option ttl_seconds"
+        return (
+            f"evicts no page (maxmemory-policy {policy}): once its {size} bytes are full, no more is stored; "
+            f"set maxmemory-policy allkeys-lru{way_out}"
+        )
+    if policy.endswith("-random"):
+        return (
+            f"evicts at random (maxmemory-policy {policy}): a path loses its beginning as soon as its end; "
+            "set maxmemory-policy allkeys-lru"
+        )
+    return ""
 
 
 def _number(reply: RespReply) -> int:

@@ -6,13 +6,20 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from itertools import compress
 from typing import NamedTuple
 
-from asynchicache.backends.redis.connection import Piece, RedisConnection
+from asynchicache.backends.redis.calls import Caller, KeyCall
 from asynchicache.backends.redis.options import RedisOptions
-from asynchicache.backends.redis.pool import ConnectionPool
-from asynchicache.backends.redis.resp import ErrorReply, ProtocolError, RespReply, command, set_command
+from asynchicache.backends.redis.wire import (
+    ErrorReply,
+    Piece,
+    ProtocolError,
+    ValueReader,
+    Wire,
+    set_command,
+)
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.failure_log import FailureLog
 from asynchicache.hashing import DIGEST_BYTES, ObjectKey
@@ -39,33 +46,29 @@ _REFUSALS = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS", "NOPERM"})
 """Error codes of a server that works, but takes no writes."""
 
 
-class _PageBatch(NamedTuple):
-    """One call; places in it are numbers from 0 on."""
+class _PageCall(NamedTuple):
+    """One call that moves pages. The answers are outcomes."""
 
     keys: Sequence[ObjectKey]
     slots: Sequence[int]  # of the binding
-    outcomes: list[Outcome]
+    call: KeyCall
+
+    def outcomes(self) -> list[Outcome]:
+        return [one if isinstance(one, Outcome) else Outcome.FAILED for one in self.call.answers]
 
 
-_RedisWork = Callable[[RedisConnection, _PageBatch, Sequence[int]], None]
-"""Moves the pages at some places of a batch, in a thread."""
-
-
-def parts(places: Sequence[int], count: int) -> list[Sequence[int]]:
-    """`places` in at most `count` runs of nearly equal length, none empty."""
-    step = max(1, -(-len(places) // max(1, count)))
-    return [places[start : start + step] for start in range(0, len(places), step)]
+_PageWork = Callable[[_PageCall, Wire, Sequence[int]], None]
 
 
 class RedisEngine:
-    """One pool in one server.
+    """One pool in a server, or in the nodes of a cluster.
 
     A call ends, by an answer, an exception or a cancellation, only when no thread touches its slots any more.
     A connection that is in the middle of a reply is closed then.
 
     Args:
         binding: the pool's slots in host memory.
-        pool: connections, shared by all pools.
+        caller: reaches the servers, for all pools.
         turn: held by the call that sends many pages. The server has one thread, which needs twice the time
             for pages that arrive on several connections at once.
         options: what the user chose.
@@ -75,7 +78,7 @@ class RedisEngine:
     def __init__(
         self,
         binding: PoolBinding,
-        pool: ConnectionPool,
+        caller: Caller,
         turn: asyncio.Lock,
         options: RedisOptions,
         delete_matching: Callable[[str], Awaitable[int]],
@@ -84,7 +87,7 @@ class RedisEngine:
         self.corrupt = 0
         """Pages that were found damaged, and dropped."""
         self._binding = binding
-        self._pool = pool
+        self._caller = caller
         self._turn = turn
         self._options = options
         self._delete_matching = delete_matching
@@ -113,21 +116,18 @@ class RedisEngine:
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         self._check_open()
-        batch = _PageBatch(keys, slots, [Outcome.FAILED] * len(keys))
-        connections = min(self._pool.size, len(keys) * self._frame_bytes // _GET_PART_BYTES)
-        await self._run("get", self._get, batch, parts(range(len(keys)), connections))
-        damaged = [key for key, found in zip(keys, batch.outcomes, strict=True) if found is Outcome.CORRUPT]
+        connections = min(self._caller.size, len(keys) * self._frame_bytes // _GET_PART_BYTES)
+        outcomes = await self._move("get", self._get, keys, slots, connections)
+        damaged = [key for key, found in zip(keys, outcomes, strict=True) if found is Outcome.CORRUPT]
         if damaged:
             await self._drop(damaged)
-        return batch.outcomes
+        return outcomes
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         self._check_open()
         if self._options.read_only:
             return [Outcome.REJECTED] * len(keys)
-        batch = _PageBatch(keys, slots, [Outcome.FAILED] * len(keys))
-        await (self._put_few if len(keys) <= self._few else self._put_many)(batch)
-        return batch.outcomes
+        return await (self._put_few if len(keys) <= self._few else self._put_many)(keys, slots)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         self._check_open()
@@ -176,17 +176,26 @@ class RedisEngine:
 
     async def _count(self, verb: bytes, keys: Sequence[ObjectKey]) -> bytearray:
         """Send one command a key, each of which answers 0 or 1 and moves no bytes."""
-        if not keys:
-            return bytearray()
-        commands = [command(verb, self._name(key)) for key in keys]
+        call = KeyCall([self._name(key) for key in keys])
+
+        def ask(wire: Wire, places: Sequence[int]) -> None:
+            replies = wire.ask(*((verb, call.names[place]) for place in places))
+            for place, reply in zip(places, replies, strict=True):
+                if isinstance(reply, ErrorReply):
+                    call.refused(place, reply, reply)
+                else:
+                    call.answers[place] = reply
+
         try:
             async with self._deadline():
-                replies = await self._pool.run(lambda connection: connection.ask(*commands), lookup=True)
+                errors = await self._caller.send(call, ask, lookup=True)
+            if errors:
+                raise errors[0]
         except OSError as error:
             raise StorageError(
                 f"{self._options.server}: {verb.decode()} of {len(keys)} keys: {_text(error)}"
             ) from error
-        return bytearray(self._bit(verb, reply) for reply in replies)
+        return bytearray(self._bit(verb, reply) for reply in call.answers)
 
     async def _try_count(self, verb: bytes, keys: Sequence[ObjectKey]) -> bytearray | None:
         """As `_count`; None, and a line in the log, if there is no answer."""
@@ -198,105 +207,101 @@ class RedisEngine:
             )
             return None
 
-    def _bit(self, verb: bytes, reply: RespReply) -> int:
+    def _bit(self, verb: bytes, reply: object) -> int:
         if isinstance(reply, ErrorReply):
             raise StorageError(f"{self._options.server} refuses {verb.decode()}: {reply.text}")
         if not isinstance(reply, int) or not 0 <= reply <= 1:
             raise ProtocolError(f"{reply!r:.40} is no answer to {verb.decode()}")
         return reply
 
-    async def _run(
+    async def _move(
         self,
         verb: str,
-        work: _RedisWork,
-        batch: _PageBatch,
-        split: Sequence[Sequence[int]],
+        work: _PageWork,
+        keys: Sequence[ObjectKey],
+        slots: Sequence[int],
+        connections: int = 1,
         turn: AbstractAsyncContextManager[object] | None = None,
-    ) -> None:
-        """Do `work` for each part of the batch on a connection of its own, while `turn` is held. Places that
-        it does not reach keep their outcome."""
-        errors: list[OSError] = []
+    ) -> list[Outcome]:
+        """Do `work`, on at most so many connections, while `turn` is held; returns what came of each page."""
+        pages = _PageCall(keys, slots, KeyCall([self._name(key) for key in keys]))
         try:
-            async with self._deadline(), turn or nullcontext(), asyncio.TaskGroup() as group:
-                for places in split:
-                    group.create_task(self._part(errors, work, batch, places))
+            async with self._deadline(), turn or nullcontext():
+                errors = await self._caller.send(pages.call, partial(work, pages), most=connections)
         except TimeoutError:
-            late = f"no end after {self._options.timeout_seconds:g} s"
-            self._warn(verb, len(batch.keys), TimeoutError, late)
+            errors = [TimeoutError(f"no end after {self._options.timeout_seconds:g} s")]
+        except StorageError as error:  # no node has a key
+            errors = [error]
+        outcomes = pages.outcomes()
         if errors:
-            self._warn(verb, batch.outcomes.count(Outcome.FAILED), type(errors[0]), _text(errors[0]))
-
-    async def _part(
-        self, errors: list[OSError], work: _RedisWork, batch: _PageBatch, places: Sequence[int]
-    ) -> None:
-        try:
-            await self._pool.run(lambda connection: work(connection, batch, places))
-        except OSError as error:
-            errors.append(error)
+            self._warn(verb, outcomes.count(Outcome.FAILED), errors[0])
+        return outcomes
 
     # In a thread:
 
-    def _get(self, connection: RedisConnection, batch: _PageBatch, places: Sequence[int]) -> None:
+    def _get(self, pages: _PageCall, wire: Wire, places: Sequence[int]) -> None:
         """Read values into slots. Half a window is requested each time that half a window has come."""
-        commands = [command(b"GET", self._name(batch.keys[place])) for place in places]
+        commands = [(b"GET", pages.call.names[place]) for place in places]
         step = self._window // 2
-        connection.send([b"".join(commands[: self._window])])
-        for index, place in enumerate(places):
-            size = connection.read_value_size()
-            if size == self._frame_bytes:
-                batch.outcomes[place] = self._receive_page(connection, batch.slots[place], batch.keys[place])
-            else:
-                batch.outcomes[place] = self._absent(size)
-                self._skip(connection, size)
-            came = index + 1
-            if came % step == 0:
-                connection.send([b"".join(commands[came - step + self._window :][:step])])
-        if any(batch.outcomes[place] is Outcome.CORRUPT for place in places):
-            connection.close()  # perhaps no page is damaged, but replies are out of step
+        with wire.slots():
+            wire.send(wire.packed(commands[: self._window]))
+            reader = ValueReader(wire)
+            for came, place in enumerate(places, 1):
+                self._receive(reader, pages, place)
+                if came % step == 0:
+                    wire.send(wire.packed(commands[came - step + self._window :][:step]))
+        damaged = any(pages.call.answers[place] is Outcome.CORRUPT for place in places)
+        if damaged or not reader.in_step:  # perhaps no page is damaged, but replies are out of step
+            wire.connection.disconnect()
 
-    def _receive_page(self, connection: RedisConnection, slot: int, key: ObjectKey) -> Outcome:
-        page = self._binding.page(slot)[: self._binding.page_bytes]
-        connection.read_value_into(self._binding.header(slot), page)
-        return self._binding.check(slot, key)
-
-    def _absent(self, size: int | ErrorReply | None) -> Outcome:
-        """The outcome of a key whose value is no page."""
-        if size is None:
-            return Outcome.MISS
-        if not isinstance(size, ErrorReply):
-            return Outcome.CORRUPT
-        return Outcome.CORRUPT if size.code == "WRONGTYPE" else self._refused(size, Outcome.FAILED)
-
-    def _skip(self, connection: RedisConnection, size: int | ErrorReply | None) -> None:
-        if not isinstance(size, int):
-            return
-        if size > self._frame_bytes:  # to read on could take for ever
-            raise ProtocolError(f"a value of {size} bytes, where {self._frame_bytes} are the most")
-        connection.skip_value(size)
-
-    def _send(self, connection: RedisConnection, batch: _PageBatch, places: Sequence[int]) -> None:
-        for start in range(0, len(places), self._group):
-            connection.send(self._sealed(batch, places[start : start + self._group]))
-        for place in places:
-            batch.outcomes[place] = self._stored(connection.read_reply())
-
-    def _sealed(self, batch: _PageBatch, places: Sequence[int]) -> Iterator[Piece]:
-        """The commands that store pages, in parts."""
-        for place in places:
-            slot, key = batch.slots[place], batch.keys[place]
-            self._binding.seal(slot, key)
-            head, tail = set_command(self._name(key), self._frame_bytes, self._options.ttl_seconds)
+    def _receive(self, reader: ValueReader, pages: _PageCall, place: int) -> None:
+        size, answers = reader.size(), pages.call.answers
+        if isinstance(size, ErrorReply):
+            answers[place] = Outcome.CORRUPT
+            if size.code != "WRONGTYPE":
+                pages.call.refused(place, size, self._refused(size, Outcome.FAILED))
+        elif size == self._frame_bytes:
+            slot = pages.slots[place]
             page = self._binding.page(slot)[: self._binding.page_bytes]
-            yield from (head, self._binding.header(slot), page, tail)
+            reader.read_into(self._binding.header(slot), page)
+            answers[place] = self._binding.check(slot, pages.keys[place])
+        else:
+            answers[place] = Outcome.MISS if size is None else Outcome.CORRUPT
+            self._skip(reader, size)
 
-    def _stored(self, reply: RespReply) -> Outcome:
-        if reply == b"OK":
-            return Outcome.STORED
-        if reply is None:
-            return Outcome.EXISTS
-        if not isinstance(reply, ErrorReply):
-            raise ProtocolError(f"{reply!r:.40} is no answer to SET")
-        return self._refused(reply, Outcome.REJECTED if reply.code in _REFUSALS else Outcome.FAILED)
+    def _skip(self, reader: ValueReader, size: int | None) -> None:
+        if size is not None and size > self._frame_bytes:  # to read on could take for ever
+            raise ProtocolError(f"a value of {size} bytes, where {self._frame_bytes} are the most")
+        if size is not None:
+            reader.skip(size)
+
+    def _send(self, pages: _PageCall, wire: Wire, places: Sequence[int]) -> None:
+        with wire.slots():
+            for start in range(0, len(places), self._group):
+                wire.send(list(self._sealed(pages, places[start : start + self._group], wire.asking)))
+        for place in places:
+            reply = wire.reply()
+            if isinstance(reply, ErrorReply):
+                outcome = Outcome.REJECTED if reply.code in _REFUSALS else Outcome.FAILED
+                pages.call.refused(place, reply, self._refused(reply, outcome))
+            elif reply is None or reply == b"OK":
+                pages.call.answers[place] = Outcome.EXISTS if reply is None else Outcome.STORED
+            else:
+                raise ProtocolError(f"{reply!r:.40} is no answer to SET")
+
+    def _sealed(self, pages: _PageCall, places: Sequence[int], asking: bool) -> Iterator[Piece]:
+        """The commands that store pages, in pieces: what is small, and a page, by turns."""
+        tail = b""
+        for place in places:
+            slot = pages.slots[place]
+            self._binding.seal(slot, pages.keys[place])
+            head, end = set_command(
+                pages.call.names[place], self._frame_bytes, self._options.ttl_seconds, asking=asking
+            )
+            yield b"".join((tail, head, self._binding.header(slot)))
+            yield self._binding.page(slot)[: self._binding.page_bytes]
+            tail = end
+        yield tail
 
     def _refused(self, reply: ErrorReply, outcome: Outcome) -> Outcome:
         """`outcome`; refusals are logged."""
@@ -312,32 +317,38 @@ class RedisEngine:
         if not self._options.read_only:
             await self._try_count(b"UNLINK", keys)
 
-    async def _put_few(self, batch: _PageBatch) -> None:
+    async def _put_few(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         """Send the pages of a short call at once; the server says which were there."""
-        await self._run("put", self._send, batch, [range(len(batch.keys))])
-        refused = [place for place, end in enumerate(batch.outcomes) if end is Outcome.REJECTED]
-        await self._mark_existing(batch, refused)  # a full server refuses before it looks for the key
+        outcomes = await self._move("put", self._send, keys, slots)
+        refused = [place for place, end in enumerate(outcomes) if end is Outcome.REJECTED]
+        # A full server refuses before it looks for the key.
+        there = await self._try_count(b"EXISTS", [keys[place] for place in refused])
+        for place in compress(refused, there or ()):
+            outcomes[place] = Outcome.EXISTS
+        return outcomes
 
-    async def _put_many(self, batch: _PageBatch) -> None:
+    async def _put_many(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         """Ask which pages are there, which is cheaper than to send them once more, and send the rest."""
-        if await self._mark_existing(batch, range(len(batch.keys))):
-            fresh = [place for place, end in enumerate(batch.outcomes) if end is not Outcome.EXISTS]
-            await self._run("put", self._send, batch, parts(fresh, 1), self._turn)
+        there = await self._try_count(b"EXISTS", keys)
+        if there is None:
+            return [Outcome.FAILED] * len(keys)
+        new = [place for place, bit in enumerate(there) if not bit]
+        new_keys, new_slots = [keys[place] for place in new], [slots[place] for place in new]
+        sent = await self._move("put", self._send, new_keys, new_slots, turn=self._turn)
+        outcomes = [Outcome.EXISTS] * len(keys)
+        for place, outcome in zip(new, sent, strict=True):
+            outcomes[place] = outcome
+        return outcomes
 
-    async def _mark_existing(self, batch: _PageBatch, places: Sequence[int]) -> bool:
-        """Set the outcome of pages that are there to EXISTS; returns whether the server answered."""
-        there = await self._try_count(b"EXISTS", [batch.keys[place] for place in places])
-        for place in compress(places, there or ()):
-            batch.outcomes[place] = Outcome.EXISTS
-        return there is not None
-
-    def _warn(self, verb: str, count: int, kind: type[OSError], reason: str) -> None:
-        server, pool, message = self._options.server, self._binding.pool, "%s, pool %s: %s of %d pages: %s"
-        self._failures.warning((verb, kind), message, server, pool, verb, count, reason, pages=count)
+    def _warn(self, verb: str, count: int, error: OSError) -> None:
+        message, server, pool = "%s, pool %s: %s of %d pages: %s", self._options.server, self._binding.pool
+        self._failures.warning(
+            (verb, type(error)), message, server, pool, verb, count, _text(error), pages=count
+        )
 
     def __repr__(self) -> str:
         return f"<RedisEngine {self._binding.pool} at {self._options.server}: {self.corrupt} corrupt>"
 
 
 def _text(error: OSError) -> str:
-    return "no answer in time" if isinstance(error, TimeoutError) else str(error)
+    return str(error) or "no answer in time"

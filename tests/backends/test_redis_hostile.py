@@ -26,9 +26,10 @@ FEW, MANY = 2, 20
 
 @asynccontextmanager
 async def scene(**options: object) -> AsyncIterator[tuple[HostileServer, PoolUnderTest]]:
-    """A server that is honest so far and holds pages 0 to 3, and one pool over it."""
+    """A server that is honest so far and holds pages 0 to 3, and one pool over it, on one connection."""
     async with hostile_server() as server, bench_at(server.url, **options) as bench:
         assert await bench.put(bench.keys(*range(4)), range(4)) == [STORED] * 4
+        server.connections = 1
         yield server, bench
 
 
@@ -197,7 +198,7 @@ async def test_puts_that_are_not_stored(answer: bytes, outcome: Outcome, count: 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    "answer", [b":2\r\n", b":-1\r\n", b"+OK\r\n", b"-ERR no\r\n", b"$-1\r\n", b"?\r\n", b"*1\r\n" * 9]
+    "answer", [b":2\r\n", b":-1\r\n", b"+OK\r\n", b"-ERR no\r\n", b"$-1\r\n", b"?\r\n", b"*1\r\n:1\r\n"]
 )
 async def test_counts_that_mean_nothing(answer: bytes) -> None:
     async with scene(connections=1) as (server, bench):
@@ -247,7 +248,7 @@ async def test_a_server_that_drips_costs_the_deadline(start: bytes) -> None:
         with impatient(bench, 0.2):
             assert await bench.get(bench.keys(0), [5]) == [FAILED]
             assert await bench.put(bench.keys(9), [9]) == [FAILED]
-            with pytest.raises(StorageError, match="no answer in time"):
+            with pytest.raises(StorageError, match=r"no answer in time|Protocol error"):
                 await bench.engine.exists(bench.keys(0))
         await recovers(server, bench)
 
@@ -258,6 +259,7 @@ async def test_a_server_that_stops_reading_costs_the_deadline_of_a_put() -> None
         hostile_server() as server,
         bench_at(server.url, connections=1, page_bytes=16 << 20, slots=2) as bench,
     ):
+        server.connections = 1
 
         async def answer_and_stop(words: list[bytes], writer: asyncio.StreamWriter) -> None:
             writer.write(b":0\r\n:0\r\n")
@@ -333,13 +335,13 @@ async def test_a_cancelled_put_stores_nothing_and_harms_nobody(count: int, first
     [
         (b"SELECT", b"-LOADING Redis is loading the dataset in memory\r\n", "does not let us in: LOADING"),
         (b"GET", b"-MOVED 1 10.0.0.1:6379\r\n", "is part of a cluster"),
-        (b"exists", b"-CROSSSLOT Keys in request don't hash to the same slot\r\n", "is part of a cluster"),
-        (b"GET", b"-ERR unknown command 'GET'\r\n", "is it a Sentinel"),
+        (b"GET", b"-ERR unknown command 'GET'\r\n", "cannot be used: ERR unknown command"),
+        (b"HELLO", b"-ERR unknown command 'HELLO'\r\n", "is a Sentinel"),
+        (b"HELLO", b"-ERR unknown command 'HELLO'\r\n", "does not speak Redis: an answer that means"),
         (b"GET", bulk(MARKER[:-1] + b"77"), "format 77"),
         (b"GET", bulk(b"\xff" * 100), "something else"),
         (b"GET", b":5\r\n", "something else"),
-        (b"GET", b"HTTP/1.1 400\r\n", "does not speak Redis: .*begins no reply"),
-        (b"GET", b"$65537\r\n", "65537, above 65536"),
+        (b"GET", b"HTTP/1.1 400\r\n", "does not speak Redis: Protocol error"),
         (b"GET", b"", "does not answer within 0.2 s"),
         (b"SELECT", b"", "does not answer within 0.2 s"),
     ],
@@ -347,6 +349,8 @@ async def test_a_cancelled_put_stores_nothing_and_harms_nobody(count: int, first
 async def test_opening_says_what_is_wrong(verb: bytes, answer: bytes, message: str) -> None:
     async with hostile_server() as server:
         server.say(verb, answer)
+        server.say(b"INFO", bulk(b"redis_mode:sentinel\r\n"))  # as an old server says it
+        server.say(b"SENTINEL", b"*0\r\n" if message == "is a Sentinel" else b":1\r\n")
         url = f"{server.url}/1" if verb == b"SELECT" else server.url
         async with backend_at(url, timeout_seconds=60 if answer else 0.2) as backend:
             with pytest.raises(StorageError, match=message) as caught:

@@ -7,28 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache.backends.redis.options import RedisOptions, ServerAddress
+from asynchicache.backends.redis.options import RedisOptions, ServerLocation
 from asynchicache.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("url", "server", "database"),
+    ("url", "server"),
     [
-        ("redis://cache", ServerAddress("cache", 6379), 0),
-        ("redis://cache:7000/3", ServerAddress("cache", 7000), 3),
-        ("valkey://cache", ServerAddress("cache", 6379), 0),
-        ("redis://[::1]:7000", ServerAddress("::1", 7000), 0),
-        ("redis://cache?db=4", ServerAddress("cache", 6379), 4),
-        ("rediss://cache", ServerAddress("cache", 6379, tls=True), 0),
-        ("valkeys://cache:1", ServerAddress("cache", 1, tls=True), 0),
-        ("unix:///run/redis.sock", ServerAddress("", 0, "/run/redis.sock"), 0),
-        ("unix:///run/my%20redis.sock?db=2", ServerAddress("", 0, "/run/my redis.sock"), 2),
+        ("redis://cache", ServerLocation((("cache", 6379),), "", False, 0)),
+        ("redis://cache:7000/3", ServerLocation((("cache", 7000),), "", False, 3)),
+        ("valkey://cache", ServerLocation((("cache", 6379),), "", False, 0)),
+        ("redis://[::1]:7000", ServerLocation((("::1", 7000),), "", False, 0)),
+        ("redis://cache?db=4", ServerLocation((("cache", 6379),), "", False, 4)),
+        ("rediss://cache", ServerLocation((("cache", 6379),), "", True, 0)),
+        ("valkeys://cache:1", ServerLocation((("cache", 1),), "", True, 0)),
+        (
+            "redis://:p@a,b:7000,[::1]:1",
+            ServerLocation((("a", 6379), ("b", 7000), ("::1", 1)), "", False, 0),
+        ),
+        ("unix:///run/redis.sock", ServerLocation((), "/run/redis.sock", False, 0)),
+        ("unix:///run/my%20redis.sock?db=2", ServerLocation((), "/run/my redis.sock", False, 2)),
     ],
 )
-def test_urls(url: str, server: ServerAddress, database: int) -> None:
-    options = RedisOptions.of({"url": url})
-
-    assert (options.server, options.database) == (server, database)
+def test_urls(url: str, server: ServerLocation) -> None:
+    assert RedisOptions.of({"url": url}).server == server
 
 
 def test_who_we_are_comes_from_the_url_or_from_options() -> None:
@@ -85,6 +87,16 @@ def test_a_password_is_never_shown() -> None:
         ({"url": "redis://c", "ttl_seconds": -5}, r"ttl_seconds=-5 must be a whole number above 0"),
         ({"url": "redis://c", "username": "bob"}, r"username='bob' needs a password"),
         ({"url": "redis://c", "ca_file": "/ca.pem"}, r"ca_file='/ca.pem' needs a URL"),
+        ({"url": "redis://c", "key_file": "/k.pem"}, r"key_file='/k.pem' needs a URL"),
+        ({"url": "redis://a,,b"}, r"must be redis://"),
+        ({"url": "redis://a:1,b:0"}, r"must be redis://"),
+        ({"url": "unix:///run/redis.sock", "service": "m"}, r"service='m' must be a name, with a URL"),
+        ({"url": "redis://c", "service": ""}, r"service='' must be a name"),
+        ({"url": "redis://c", "sentinel_password": "p"}, r"service is missing; it says whose Sentinels"),
+        (
+            {"url": "redis://c", "service": "m", "sentinel_username": "u"},
+            r"sentinel_username='u' needs a password",
+        ),
         ({"url": "redis://c", "read_only": "yes"}, r"read_only='yes' must be true or false"),
         ({"url": "redis://c", "capacity_bytes": 1}, r"has no option 'capacity_bytes'"),
     ],
@@ -92,6 +104,13 @@ def test_a_password_is_never_shown() -> None:
 def test_what_is_refused(options: Mapping[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RedisOptions.of(options)
+
+
+def test_a_certificate_of_ours_needs_its_key(tmp_path: Path) -> None:
+    (tmp_path / "c.pem").touch()
+    for one, other in (("cert_file", "key_file"), ("key_file", "cert_file")):
+        with pytest.raises(ConfigError, match=f"{other} is missing"):
+            RedisOptions.of({"url": "rediss://c", one: str(tmp_path / "c.pem")})
 
 
 def test_a_missing_ca_file_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,151 @@
+"""One call at the servers of its keys: divided among them, and followed where they send it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+from redis.connection import ConnectionPool
+
+from asynchicache.backends.redis.options import RedisOptions
+from asynchicache.backends.redis.pool import WorkerPool
+from asynchicache.backends.redis.servers import KeyShare, Servers
+from asynchicache.backends.redis.wire import ErrorReply, Wire
+from asynchicache.ports import Port
+
+T = TypeVar("T")
+
+_ATTEMPTS = 5
+"""Redirections that a call follows: redis-py's number for one command is 16, each of one key."""
+_MOVED = frozenset({"MOVED", "ASK"})
+
+
+@dataclass(slots=True, eq=False)
+class KeyCall:
+    """Keys, and what came of them; places are numbers of keys from 0 on.
+
+    Attributes:
+        answers: one for each key; None as long as there is none.
+        elsewhere: by place, the refusals of servers that do not have the key, or are replicas.
+    """
+
+    names: Sequence[bytes]
+    answers: list[object] = field(init=False)
+    elsewhere: dict[int, ErrorReply] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.answers = [None] * len(self.names)
+
+    def refused(self, place: int, reply: ErrorReply, answer: object) -> None:
+        """The server did not do it: `answer` counts unless another one does."""
+        self.answers[place] = answer
+        if reply.code in _MOVED or reply.code == "READONLY":
+            self.elsewhere[place] = reply
+
+
+KeyWork: TypeAlias = "Callable[[Wire, Sequence[int]], None]"
+"""Does what a call asks at some of its places, in a thread, and sets their answers."""
+
+
+def parts(places: Sequence[int], count: int) -> list[Sequence[int]]:
+    """`places` in at most `count` runs of nearly equal length, none empty."""
+    step = max(1, -(-len(places) // max(1, count)))
+    return [places[start : start + step] for start in range(0, len(places), step)]
+
+
+class Caller:
+    """Sends calls to the servers of their keys.
+
+    Args:
+        options: which servers.
+        port: threads.
+    """
+
+    def __init__(self, options: RedisOptions, port: Port) -> None:
+        self.size = options.connections
+        self.servers = Servers(options)
+        self._workers = WorkerPool(options.connections, port)
+        self._renewing = asyncio.Lock()
+        self._renewals = 0
+
+    async def open(self) -> None:
+        """Find the servers, once.
+
+        Raises:
+            OSError: they cannot be reached, or are not what the options say.
+        """
+        await self._workers.call(self.servers.open)
+
+    async def run(self, server: ConnectionPool, work: Callable[[Wire], T]) -> T:
+        """Ask one server.
+
+        Raises:
+            OSError: it cannot be reached, or the connection broke.
+        """
+        return await self._workers.run(server, work, lookup=True)
+
+    async def send(
+        self, call: KeyCall, work: KeyWork, *, lookup: bool = False, most: int = 1
+    ) -> list[OSError]:
+        """Do `work` at the servers of the keys, on at most `most` connections. Where a server sends us to
+        another one, or is lost and there are others, do it there.
+
+        Returns:
+            Why keys have no answer.
+        """
+        shares = self.servers.split(call.names, range(len(call.names)))
+        renewed = False
+        for _ in range(_ATTEMPTS):
+            seen = self._renewals
+            call.elsewhere.clear()
+            errors = await self._attempt(shares, work, lookup, most)
+            shares = self.servers.redirected(
+                {place: reply for place, reply in call.elsewhere.items() if reply.code in _MOVED}, call.names
+            )
+            replicas = [place for place, reply in call.elsewhere.items() if reply.code == "READONLY"]
+            lost = any(isinstance(error, ConnectionError) for error in errors)
+            if (replicas or lost) and not renewed:
+                renewed = True
+                if await self._renew(seen, replica=bool(replicas)):
+                    open_places = [place for place, answer in enumerate(call.answers) if answer is None]
+                    shares += self.servers.split(call.names, [*replicas, *(open_places if lost else ())])
+            if not shares:
+                break
+        return errors
+
+    async def _attempt(
+        self, shares: Sequence[KeyShare], work: KeyWork, lookup: bool, most: int
+    ) -> list[OSError]:
+        errors: list[OSError] = []
+
+        async def one(share: KeyShare, places: Sequence[int]) -> None:
+            try:
+                await self._workers.run(
+                    share.server, lambda wire: work(wire, places), lookup=lookup, asking=share.asking
+                )
+            except OSError as error:
+                errors.append(error)
+
+        async with asyncio.TaskGroup() as group:
+            for share in shares:
+                for places in parts(share.places, most // len(shares)):
+                    group.create_task(one(share, places))
+        return errors
+
+    async def _renew(self, seen: int, *, replica: bool) -> bool:
+        """Find the servers anew, unless another call did it since this one began."""
+        async with self._renewing:
+            if self._renewals != seen:
+                return True
+            changed = await self._workers.call(partial(self.servers.renew, replica=replica))
+            self._renewals += changed
+            if changed:
+                self._workers.forget()
+            return changed
+
+    async def aclose(self) -> None:
+        await self._workers.aclose()
+        self.servers.close()
