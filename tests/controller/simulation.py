@@ -10,7 +10,7 @@ import random
 from array import array
 from collections.abc import Iterable, Mapping
 
-from asynchicache.errors import CapacityError
+from asynchicache.errors import CapacityError, CopyEndedError
 from asynchicache.hashing import page_digests
 from asynchicache.planner.actions import Copy, StorageWrite
 from asynchicache.planner.options import PlannerOptions
@@ -72,7 +72,9 @@ class Simulation(VirtualCache):
     def carry_out(self, copies: Iterable[Copy]) -> None:
         self.flying += copies
 
-    def end(self, index: int, *, failed: bool = False) -> None:
+    def end(self, index: int, *, failed: bool = False, ended: bool = False) -> None:
+        """A copy arrives, or failed; `ended` says that then nothing writes to its slots any more."""
+        error = CopyEndedError("planted") if ended else RuntimeError("planted")
         copy = self.flying.pop(index)
         self.move(copy)
         if failed:
@@ -80,7 +82,7 @@ class Simulation(VirtualCache):
             for transfer in copy.transfers:
                 for slot in transfer.destinations:
                     self.memory[transfer.pool, target][slot] = b""
-        self.finish(copy, RuntimeError("planted") if failed else None)
+        self.finish(copy, error if failed else None)
 
     def write(self, work: StorageWrite, *, stored: bool = True) -> None:
         self.writing.append(work)

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from asynchicache.errors import CapacityError
+from asynchicache.planner.request_state import RequestState
 from asynchicache.tree.node import FULL_DEVICE, Node, SlotPlace, place_of
 from asynchicache.types import MissReason, Tier, WritePolicy
 from controller.simulation import Simulation
@@ -268,6 +269,37 @@ def test_a_failed_device_leaks_and_lends_nothing(seed: int):
             if other is free
             for node in inventory.tree.nodes()
         ), quarantined
+
+
+@pytest.mark.parametrize("seed", [5, 751])
+def test_copies_that_fail_and_have_ended_leave_no_wrong_byte(seed: int, monkeypatch: pytest.MonkeyPatch):
+    """Loads are not compared that failed themselves, or read what another was to bring; all others are, and
+    what is written to storage."""
+    rng, dice = random.Random(seed), random.Random(seed + 1)
+    sim = Simulation(rng, slots={"kv": (24, 40), "mamba": (9, 12)})
+    end, check, failures = sim.end, sim.check, list[int]()
+
+    def end_or_fail(index: int) -> None:
+        failed = dice.random() < 0.15
+        failures.append(failed)
+        end(index, failed=failed, ended=failed)
+
+    def load(request: RequestState) -> None:
+        failures.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(sim, "check", lambda *loaded: (0, 0) if any(failures) else check(*loaded))
+            Simulation.load(sim, request)
+
+    monkeypatch.setattr(sim, "end", end_or_fail)
+    monkeypatch.setattr(sim, "load", load)
+    histories: list[list[int]] = [[]]
+    for _ in range(rng.randint(20, 120)):
+        _step(sim, rng, histories)
+        sim.verify()
+    for request in list(sim.live):
+        sim.close(request)
+    sim.settle()
+    sim.verify()
 
 
 def _step(sim: Simulation, rng: random.Random, histories: list[list[int]]) -> None:

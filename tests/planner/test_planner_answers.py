@@ -346,6 +346,33 @@ def test_checkpoints_that_no_page_ends_at_are_refused() -> None:
         Planner(spec, {"kv": (8, 8), "mamba": (4, 4)}, PlannerOptions(checkpoints="3"))
 
 
+@pytest.mark.parametrize("failing", ["state", "load", "snapshot"])
+def test_after_a_copy_that_failed_and_has_ended_slots_are_free_and_nothing_is_published(failing: str) -> None:
+    """The cache goes on, and so might the engine; what it computes stands on bytes that never came."""
+    sim = simulation()
+    served(sim, SYSTEM)
+    if failing == "load":
+        sim.planner.inventory.evict(FULL_DEVICE, 64, dirty=True)
+    request = asked(sim, [*SYSTEM, 9, 10])
+    sim.carry_out(sim.planner.loads.load(request))
+    if failing == "snapshot":
+        sim.settle()
+        sim.planner.extend(request, 2)
+        sim.carry_out(sim.planner.snapshot(request, 10))
+    while sim.flying:
+        sim.end(0, failed=True, ended=True)
+    if failing != "snapshot":
+        sim.planner.extend(request, 2)
+
+    assert sim.planner.publish(request, 10) == []
+
+    assert request.published.lost
+    sim.close(request)
+    sim.planner.flush()
+    assert [(free.held, free.quarantined) for free in sim.planner.inventory.free] == [(0, 0)] * 4
+    sim.verify()
+
+
 def test_what_failed_to_come_is_in_quarantine() -> None:
     sim = simulation()
     served(sim, SYSTEM)

@@ -547,16 +547,21 @@ class SlotInventory:
         else:
             self.free[place].release(slots)
 
+    def by_place(self, tier: Tier, transfers: PoolTransfers) -> dict[SlotPlace, set[int]]:
+        """The slots that copies to a tier write; none of an engine's own pages."""
+        found: dict[SlotPlace, set[int]] = {}
+        for pool, _, slots in () if self.host_only and tier is Tier.DEVICE else transfers:
+            owner = self.spec.pool(pool).slots_of or pool
+            found.setdefault(place_of(self.names.index(owner), tier), set()).update(slots)
+        return found
+
     def condemn(self, tier: Tier, transfers: PoolTransfers) -> None:
         """Never reuse the destination slots of a failed copy: the device may still write to them.
 
         The owner may have changed: a state that a request loaded may belong to the tree by now.
         """
-        if self.host_only and tier is Tier.DEVICE:
-            return  # the engine's own pages
-        for pool, _, slots in transfers:
-            owner = self.spec.pool(pool).slots_of or pool
-            self.free[place_of(self.names.index(owner), tier)].condemn(slots)
+        for place, slots in self.by_place(tier, transfers).items():
+            self.free[place].condemn(sorted(slots))
 
     def verify(self) -> list[str]:
         """Describe broken invariants; empty if there are none. Linear in the slots."""

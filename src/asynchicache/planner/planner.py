@@ -418,7 +418,7 @@ class Planner:
         if request.epoch != self._tree.epoch:
             published.lost = True  # its pages are of other weights than those served now
             return []
-        if request.lease.node.residency[FULL_DEVICE] == ABSENT:
+        if request.void or request.lease.node.residency[FULL_DEVICE] == ABSENT:
             published.lost = True  # a failed load took the prefix away
             return []
         pages = length // self.inventory.page_size
@@ -551,12 +551,20 @@ class Planner:
         if not ended:
             self.inventory.condemn(copy.direction.destination, copy.transfers)
         lost = tier_copies.finish(self._tree, copy.tier_copy, arrived=error is None)
+        written = self.inventory.by_place(copy.direction.destination, copy.transfers)
         for place, slots in lost.items():
-            self.inventory.give_back(place, slots, poisoned=not (ended and self.inventory.host_only))
+            # Others were on top of those that it was to fill: a write to storage may be reading them.
+            unread = set(slots) if self.inventory.host_only else written.get(place, set()).intersection(slots)
+            free = unread if ended else set[int]()
+            self.inventory.give_back(place, sorted(free), poisoned=False)
+            self.inventory.give_back(place, sorted(set(slots) - free), poisoned=True)
         if self.inventory.host_only and copy.direction is Direction.LOAD:
             self.engine.load_ended(copy)
         if copy.user is not None:
-            self.release(copy.user, error)
+            # A copy of its own slots to those of the tree loses nothing but these.
+            own = copy.direction is Direction.LOAD or not copy.tier_copy.pending
+            copy.user.void |= error is not None and own
+            self.release(copy.user, None if ended else error)
         return copy.publishes if error is None else None
 
     def reset(self) -> None:

@@ -103,7 +103,8 @@ class RequestState:
         loaded: whether `load` was called.
         resumed: the request was suspended, so its hit has been counted already.
         resting: it holds nothing for now, so no other request waits for it.
-        poisoned: a copy for it failed, so its own slots must not be reused.
+        poisoned: a copy for it failed, and may still write to its own slots: they must not be reused.
+        void: a copy into its own slots failed: what it computes stands on bytes that never came.
         closed: the request is over; copies may still keep its slots.
         published: what its checkpoints published.
         epoch: of the tree, when its prefix was matched last.
@@ -152,6 +153,7 @@ class RequestState:
     resumed: bool = False
     resting: bool = False
     poisoned: bool = False
+    void: bool = False
     published: Published = field(default_factory=Published)
     epoch: int = 0
     written: dict[object, tuple[int, int | None]] = field(default_factory=dict)
