@@ -9,7 +9,7 @@ TEST    := $(VENV)/.installed-test
 DEV     := $(VENV)/.installed-dev
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
 BENCHES ?= multiturn shared-prefix tree stall transfer overlap
-WORKERS ?= 2
+WORKERS ?= 3
 ARGS    ?=
 DOCS_TOOLS := "mkdocs-material>=9.6,<10" "mkdocs>=1.6,<2"  # the extra `docs`
 
@@ -46,7 +46,8 @@ demo: $(SMALL)  ## a hybrid model served with and without the cache, and a repor
 # Hundreds of processes import the library: it is compiled once, whatever the environment says.
 test lab-test soak: export PYTHONDONTWRITEBYTECODE =
 
-# Two processes, whatever the machine: tests start servers and read clocks. WORKERS=0 runs them in one, for a debugger.
+# Three processes, for two cores: while a test of one waits for a server, the others compute. Not more, whatever the
+# machine, for tests read clocks. WORKERS=0 runs them in one, for a debugger.
 test: $(TEST)  ## the tests of the library, without those marked soak or gpu
 	$(BIN)/python -m pytest --ignore tests/lab --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
