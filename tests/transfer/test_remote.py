@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
 
 from asynchicache import EngineCache, HybridCache, Tier
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.errors import ConfigError, TransferError, UsageError
+from asynchicache.hashing import ObjectKey
+from asynchicache.storage.protocol import EngineWrapper, PoolBinding, PoolEngine
 from asynchicache.transfer.remote import CopyResult, RemoteCopies
-from asynchicache.types import Direction
+from asynchicache.types import Direction, Outcome
 from cache.paged_engine import PAGES, SPEC, config
 
 PROMPT = list(range(22))
@@ -118,6 +122,43 @@ async def test_pages_on_top_of_a_failed_backup_go_with_it(opened: EngineCache, r
             await below
         assert request.rematch().tokens == 0
     assert opened.verify(idle=True) == []
+
+
+@pytest.mark.asyncio
+async def test_pages_on_top_of_a_failed_backup_that_storage_is_reading_are_not_used_again(
+    remote: RemoteCopies,
+) -> None:
+    reading, go_on = asyncio.Event(), asyncio.Event()
+    read: set[tuple[str, int]] = set()
+
+    class Slow(EngineWrapper):
+        async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+            read.update((key.pool, slot) for key, slot in zip(keys, slots, strict=True))
+            reading.set()
+            await go_on.wait()
+            return await super().put(keys, slots)
+
+    class SlowBackend(MemoryBackend):
+        async def open_pool(self, binding: PoolBinding) -> PoolEngine:
+            engine = Slow(await super().open_pool(binding))
+            engine.capabilities = replace(engine.capabilities, immediate=False)
+            return engine
+
+    options = config(close_seconds=0.01, weight_version="one")
+    async with HybridCache.open(SPEC, options, engine=remote, storage=SlowBackend(MemoryStore())) as cache:
+        async with cache.request(PROMPT) as request:
+            below = request.checkpoint(8, pages={"kv": [9, 8]})
+            above = request.checkpoint(20, pages=TABLE)
+            first, second = remote.take()
+            remote.finish([CopyResult(second.id)])
+            await above
+            await reading.wait()  # storage reads the pages above
+            remote.finish([CopyResult(first.id, "bus error")])
+            with pytest.raises(TransferError):
+                await below
+            free = cache.inspect().planner.inventory.free_slots()
+            assert not [(pool, slot) for pool, slot in read if slot in free[pool, Tier.HOST]]
+        go_on.set()
 
 
 @pytest.mark.asyncio

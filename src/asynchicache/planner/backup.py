@@ -325,6 +325,11 @@ class BackupPlanner:
         marks = [mark for work in self._writes for mark in work.marks]
         return {(node, mark.component_id) for mark in marks for node in mark.nodes()}
 
+    def slots_in_flight(self, component_id: int) -> set[int]:
+        """Host slots of a component that a storage write in flight reads, whoever owns them by now."""
+        pool = self._inventory.names[component_id]
+        return {slot for work in self._writes for slot in work.pages.get(pool, ((), ()))[1]}
+
     def in_flight(self, node: Node) -> bool:
         """Whether a copy or write in flight brings part of the path to `node` closer to storage."""
         storing = self.storing().union(self.preparing)

@@ -29,7 +29,17 @@ from asynchicache.planner.windows import WindowPlanner
 from asynchicache.pools.extents import ExtentPlan
 from asynchicache.specs import ModelSpec
 from asynchicache.tree import tails, tier_copies
-from asynchicache.tree.node import ABSENT, FULL, FULL_DEVICE, Keep, Node, SlotPlace, place_of, tier_of
+from asynchicache.tree.node import (
+    ABSENT,
+    FULL,
+    FULL_DEVICE,
+    Keep,
+    Node,
+    SlotPlace,
+    component_of,
+    place_of,
+    tier_of,
+)
 from asynchicache.tree.policies import Use
 from asynchicache.tree.radix_tree import Match
 from asynchicache.types import Direction, MissReason, Tier, WritePolicy
@@ -554,7 +564,10 @@ class Planner:
         written = self.inventory.by_place(copy.direction.destination, copy.transfers)
         for place, slots in lost.items():
             # Others were on top of those that it was to fill: a write to storage may be reading them.
-            unread = set(slots) if self.inventory.host_only else written.get(place, set()).intersection(slots)
+            if self.inventory.host_only:
+                unread = set(slots) - self.backups.slots_in_flight(component_of(place))
+            else:
+                unread = written.get(place, set()).intersection(slots)
             free = unread if ended else set[int]()
             self.inventory.give_back(place, sorted(free), poisoned=False)
             self.inventory.give_back(place, sorted(set(slots) - free), poisoned=True)
