@@ -11,8 +11,10 @@ from functools import partial
 import obstore
 
 from asynchicache.backends.engine_registry import EngineRegistry
-from asynchicache.backends.object.engine import ObjectEngine, RequestTurns, page_path
+from asynchicache.backends.object.engine import ObjectEngine
+from asynchicache.backends.object.objects import longest_name
 from asynchicache.backends.object.options import ObjectOptions
+from asynchicache.backends.object.requests import Requests, RequestTurns
 from asynchicache.backends.object.stores import FAILURES, advice, make_store
 from asynchicache.errors import ClosedError, StorageError, StorageFormatError
 from asynchicache.hashing import DIGEST_BYTES, ObjectKey
@@ -65,7 +67,8 @@ class ObjectBackend:
 
     async def _open(self, binding: PoolBinding) -> ObjectEngine:
         self._check_names(binding)
-        engine = ObjectEngine(binding, self._port, self._store, self._turns, self._options)
+        requests = Requests(self._store, self._turns, binding.pool)
+        engine = ObjectEngine(binding, self._port, requests, self._options)
         await self._prepare(engine)
         return engine
 
@@ -76,8 +79,9 @@ class ObjectBackend:
     def _check_names(self, binding: PoolBinding) -> None:
         """Refuse a prefix that is too long for page names."""
         key = ObjectKey(binding.fingerprint, bytes(DIGEST_BYTES), binding.pool, binding.shard)
+        longest = longest_name(key, self._options.object_pages)
         prefix = getattr(self._store, "prefix", None)  # a folder and memory have none, and other limits
-        size = len(f"{prefix}/{page_path(key)}".encode())
+        size = len(f"{prefix}/{longest}".encode())
         if prefix is not None and size > _MAX_NAME_BYTES:
             raise StorageError(
                 f"{self._options.url} cannot be used: with it names of objects have {size} bytes, "

@@ -1,24 +1,32 @@
-"""One pool's pages as objects: one object per header and page, received in pieces and copied to the slot."""
+"""One pool's pages in objects: received in pieces and copied to their slots.
+
+An object holds one page, or consecutive pages of a path (`objects`). Either way pages are found, read,
+checked and dropped one by one.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
-from typing import NamedTuple, TypeVar
+from itertools import chain, pairwise
+from math import inf
+from typing import TypeVar
 
 import obstore
-from obstore.store import MemoryStore, ObjectStore
+from obstore.store import MemoryStore
 
 from asynchicache.backends.compute import over_page
+from asynchicache.backends.object.finder import Found, PageFinder, Whereabouts
+from asynchicache.backends.object.objects import StoredObject, object_alone, object_of
 from asynchicache.backends.object.options import ObjectOptions
+from asynchicache.backends.object.requests import Requests, failed, noting
 from asynchicache.backends.object.stores import FAILURES, refuses_writes, summary
-from asynchicache.errors import ClosedError, StorageError
+from asynchicache.errors import StorageError
 from asynchicache.failure_log import FailureLog
-from asynchicache.hashing import DIGEST_BYTES, ObjectKey
+from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import Capabilities, PoolBinding
 from asynchicache.types import Outcome
@@ -27,79 +35,53 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_FAILURES: ContextVar[list[Exception]] = ContextVar("failures of the requests of one call")
-
 _CALL_BYTES = 64 << 20
-_MAX_PAGES = 128
+_MAX_PAGES = 160  # two groups, so that a call ends where one does
+_MAX_KEYS = 4096  # lists of groups run at once, as `requests` allows
 _PIECE_BYTES = 1 << 20
 """Copied in one step of the loop; a tenth of a millisecond."""
+_FRESH_SECONDS = 30.0
+"""How long `put` believes a lookup, instead of asking again: others may store the page meanwhile."""
 
-
-class RequestTurns(NamedTuple):
-    """Limits of concurrent requests, of all pools: those for pages, and lookups, which wait for no page."""
-
-    pages: asyncio.Semaphore
-    lookups: asyncio.Semaphore
+_WORST = (Outcome.FAILED, Outcome.HIT, Outcome.MISS)
+"""The outcome of a page that is dropped from several objects is the first of these."""
 
 
 class ObjectEngine:
     """One pool below one prefix of a store.
 
-    Requests cannot be cancelled, because obstore may still read a page that it is storing. So a cancelled
-    call waits for its requests, whose own timeouts end them.
-
     Args:
         binding: the pool's slots in host memory.
-        port: threads to seal and check large pages.
-        store: the object store.
-        turns: limits concurrent requests.
+        port: the clock, and threads to seal and check large pages.
+        requests: its requests to the store.
         options: the user's options.
     """
 
-    def __init__(
-        self,
-        binding: PoolBinding,
-        port: Port,
-        store: ObjectStore,
-        turns: RequestTurns,
-        options: ObjectOptions,
-    ) -> None:
-        self.closed = False
+    def __init__(self, binding: PoolBinding, port: Port, requests: Requests, options: ObjectOptions) -> None:
         self.corrupt = 0
         """Pages that were found damaged, and dropped."""
         self._binding = binding
-        self._store = store
-        self._turns = turns
+        self._port = port
+        self._requests = requests
         self._options = options
-        self._over_page = partial(over_page, port, binding.page_bytes)
+        self._alone = options.object_pages == 1
+        self._finder = PageFinder(binding, requests, port.now, alone=self._alone)
         self._frame_bytes = binding.header_bytes + binding.page_bytes
         self._failures = FailureLog(logger)
-        self._known: set[bytes] | None = None
-        self._running: set[asyncio.Task[object]] = set()
+        self.load_index = self._finder.load_index
+        self.aclose = requests.aclose
         self.capabilities = Capabilities(
             durable=options.scheme != "memory",
             checks=True,
             shared=True,
             batch_pages=max(1, min(_MAX_PAGES, _CALL_BYTES // self._frame_bytes)),
+            batch_keys=_MAX_KEYS,
+            object_pages=options.object_pages,
         )
 
-    async def load_index(self) -> None:
-        """List the stored pages.
-
-        Raises:
-            BaseError, OSError: the store does not answer, or refuses.
-        """
-        self._known = {digest async for digest in self._listed()}
-
-    async def _listed(self) -> AsyncIterator[bytes]:
-        """Digests of the pool's pages."""
-        mine = self._binding
-        folder = _folder(ObjectKey(mine.fingerprint, bytes(DIGEST_BYTES), mine.pool, mine.shard))
-        async for found in obstore.list(self._store, prefix=folder, chunk_size=1000):
-            for entry in found:
-                name = entry["path"].removeprefix(f"{folder}/")  # deeper names keep a slash: not ours
-                if entry["size"] == self._frame_bytes and _is_digest(name):
-                    yield bytes.fromhex(name)
+    @property
+    def closed(self) -> bool:
+        return self._requests.closed
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         """
@@ -107,178 +89,257 @@ class ObjectEngine:
             StorageError: the store does not answer, or refuses.
             ClosedError: the engine is closed; as all four calls.
         """
-        return bytearray(await self._each(self._is_there, keys, turns=self._turns.lookups))
+        with noting() as failures:
+            found = await self._finder.locate(keys, turns=self._requests.turns.lookups)
+        if failures:
+            raise StorageError(f"{self._options.url}: {summary(failures[0])}") from failures[0]
+        return bytearray(map(self._finder.is_whole, found))
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         with self._telling("get", keys):
-            outcomes = await self._each(self._get, keys, slots)
-        damaged = [key for key, found in zip(keys, outcomes, strict=True) if found is Outcome.CORRUPT]
+            found = await self._finder.locate(keys, seconds=inf, assume=True)
+            outcomes = await self._get(found, keys, slots)
+            await self._get_moved(found, outcomes, keys, slots)
+        self._finder.forget(
+            key for key, outcome in zip(keys, outcomes, strict=True) if outcome is not Outcome.HIT
+        )
+        damaged = [one for one, outcome in zip(found, outcomes, strict=True) if outcome is Outcome.CORRUPT]
         self.corrupt += len(damaged)
         if damaged and not self._options.read_only:
-            await self.delete(damaged)
+            with self._telling("delete", damaged):
+                await self._drop(one for one in damaged if isinstance(one, Found))
         return outcomes
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        if self._options.read_only:
+            return [Outcome.REJECTED] * len(keys)
         with self._telling("put", keys):
-            return await self._each(self._put, keys, slots)
+            found = await self._finder.locate(keys, seconds=_FRESH_SECONDS)  # cheaper than to send twice
+            outcomes = [Outcome.EXISTS if self._finder.is_whole(one) else Outcome.FAILED for one in found]
+            missing = [
+                number
+                for number, one in enumerate(found)
+                if one is not Outcome.FAILED and outcomes[number] is not Outcome.EXISTS
+            ]
+            runs = self._runs(keys, missing)
+            answers = await self._requests.each(partial(self._put, keys, slots), runs)
+        for number, outcome in _by_number(runs, answers):
+            outcomes[number] = outcome
+        return outcomes
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        if self._options.read_only:
+            return [Outcome.REJECTED] * len(keys)
         with self._telling("delete", keys):
-            return await self._each(self._delete, keys)
+            everywhere = await self._finder.everywhere(keys, self._requests.turns.pages)
+            dropped = await self._drop({one for found in everywhere for one in found or ()})
+        self._finder.forget(keys)
+        return [
+            Outcome.FAILED
+            if found is None
+            else min((dropped[one.stored] for one in found), key=_WORST.index, default=Outcome.MISS)
+            for found in everywhere
+        ]
 
     async def clear(self) -> int:
         """
         Raises:
             StorageError: the store does not answer, or refuses.
         """
-        mine = self._binding
         try:
-            digests = [digest async for digest in self._listed()]
+            stored = [one async for one in self._finder.all()]
         except FAILURES as error:
             raise StorageError(f"{self._options.url} cannot be listed: {summary(error)}") from error
-        outcomes = await self.delete([ObjectKey(mine.fingerprint, d, mine.pool, mine.shard) for d in digests])
+        with self._telling("delete", stored):
+            outcomes = await self._requests.each(self._remove, stored)
+        self._finder.forget_all()
         if Outcome.FAILED in outcomes:
             raise StorageError(
-                f"{self._options.url}: {outcomes.count(Outcome.FAILED)} pages cannot be deleted"
+                f"{self._options.url}: {outcomes.count(Outcome.FAILED)} objects cannot be deleted"
             )
-        return outcomes.count(Outcome.HIT)
+        return len({page for one in stored for page in one.each()})
 
-    async def aclose(self) -> None:
-        self.closed = True
-        while self._running:
-            await asyncio.wait(self._running)
+    # Reading
 
-    async def _each(
+    async def _get(
+        self, found: Sequence[Whereabouts], keys: Sequence[ObjectKey], slots: Sequence[int]
+    ) -> list[Outcome]:
+        """Read pages, those that lie side by side in one request."""
+        outcomes = [one if isinstance(one, Outcome) else Outcome.CORRUPT for one in found]
+        firsts: list[Found] = []
+        rows: list[list[int]] = []
+        for number, one in enumerate(found):
+            if not (isinstance(one, Found) and self._finder.is_whole(one)):
+                continue
+            if rows and rows[-1][-1] == number - 1 and firsts[-1].after(len(rows[-1])) == one:
+                rows[-1].append(number)
+            else:
+                firsts.append(one)
+                rows.append([number])
+        answers = await self._requests.each(partial(self._receive, keys, slots), firsts, rows)
+        for number, outcome in _by_number(rows, answers):
+            outcomes[number] = outcome
+        return outcomes
+
+    async def _get_moved(
         self,
-        work: Callable[..., Awaitable[T]],
-        *columns: Sequence[object],
-        turns: asyncio.Semaphore | None = None,
-    ) -> list[T]:
-        """Run `work` for every row, several concurrently, as `turns` (default: those for pages) allow. A
-        cancelled caller still waits for started work.
+        found: list[Whereabouts],
+        outcomes: list[Outcome],
+        keys: Sequence[ObjectKey],
+        slots: Sequence[int],
+    ) -> None:
+        """Look once more for pages that are not where they were seen: others may have divided an object."""
+        gone = [
+            n for n, one in enumerate(found) if outcomes[n] is Outcome.MISS and self._finder.may_move(one)
+        ]
+        self._finder.remove(found[number] for number in gone)
+        if self._alone or not gone:
+            return
+        some = [keys[number] for number in gone]
+        again = await self._finder.locate(some, listing=True)
+        answers = await self._get(again, some, [slots[number] for number in gone])
+        for number, one, outcome in zip(gone, again, answers, strict=True):
+            found[number], outcomes[number] = one, outcome
 
-        Raises:
-            StorageError: the first error that `work` raised.
-        """
-        if self.closed:
-            raise ClosedError(f"object engine of pool {self._binding.pool!r} is closed")
-        waiting: set[asyncio.Task[T]] = set()
-        rows = zip(*columns, strict=True)
-        turns = turns or self._turns.pages
-        tasks = [asyncio.create_task(self._in_turn(turns, waiting, work, *row)) for row in rows]
-        waiting.update(tasks)
-        for task in tasks:
-            self._running.add(task)
-            task.add_done_callback(self._ended)
+    async def _receive(
+        self, keys: Sequence[ObjectKey], slots: Sequence[int], first: Found, row: Sequence[int]
+    ) -> Sequence[Outcome]:
+        """Read pages side by side into their slots, and check them. `row`: the numbers of their keys."""
+        keys, slots = [keys[number] for number in row], [slots[number] for number in row]
+        binding, size = self._binding, len(keys) * self._frame_bytes
+        views = list(chain(*map(self._frame, slots)))
+        done, rest = 0, Outcome.CORRUPT
         try:
-            await _all_done(tasks)
-        except asyncio.CancelledError:
-            for task in waiting:  # they have not touched their slots yet
-                task.cancel()
-            await _all_done(tasks)
-            raise
-        return [task.result() for task in tasks]
-
-    async def _in_turn(
-        self,
-        turns: asyncio.Semaphore,
-        waiting: set[asyncio.Task[T]],
-        work: Callable[..., Awaitable[T]],
-        *row: object,
-    ) -> T:
-        async with turns:
-            waiting.discard(asyncio.current_task())
-            return await work(*row)
-
-    def _ended(self, task: asyncio.Task[object]) -> None:
-        self._running.discard(task)
-        if not task.cancelled():
-            task.exception()  # looked at, since only the first of a call's errors is raised
-
-    async def _is_there(self, key: ObjectKey) -> bool:
-        if self._known is not None:
-            return key.digest in self._known
-        try:
-            found = await obstore.head_async(self._store, page_path(key))
+            answer = await self._request(first, size)
+            stored = first.stored._replace(size=answer.meta["size"])
+            if not stored.has_whole(first.number + len(keys) - 1, self._frame_bytes):
+                return [Outcome.CORRUPT] * len(keys)
+            async for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
+                done += _scatter(memoryview(piece), views, done)
         except FileNotFoundError:
-            return False
+            return [Outcome.MISS] * len(keys)
         except FAILURES as error:
-            raise StorageError(f"{self._options.url}: {summary(error)}") from error
-        return found["size"] == self._frame_bytes
+            rest = failed(error)
+        count = done // self._frame_bytes if done <= size else 0
+        checks = list(zip(slots[:count], keys[:count], strict=True))
+        checked = await self._over(count, lambda: [binding.check(slot, key) for slot, key in checks])
+        return [*checked, *[rest] * (len(keys) - count)]
 
-    async def _get(self, key: ObjectKey, slot: int) -> Outcome:
+    async def _request(self, first: Found, size: int) -> obstore.GetResult:
+        """Begin to read some bytes of an object, from a page on."""
+        if first.stored.pages == 1:
+            return await obstore.get_async(self._requests.store, first.stored.path)
+        start = first.number * self._frame_bytes
+        return await obstore.get_async(
+            self._requests.store, first.stored.path, options={"range": (start, start + size)}
+        )
+
+    async def _over(self, pages: int, work: Callable[[], T]) -> T:
+        """Run work over so many pages, here or in a thread."""
+        return await over_page(self._port, pages * self._binding.page_bytes, work)
+
+    # Writing
+
+    def _runs(self, keys: Sequence[ObjectKey], numbers: Iterable[int]) -> list[list[int]]:
+        """The keys of each new object, as numbers."""
+        runs: list[list[int]] = []
+        for number in numbers:
+            key, before = keys[number], keys[runs[-1][-1]] if runs else None
+            if (
+                before is not None
+                and runs[-1][-1] == number - 1
+                and key.place == before.place + 1
+                and self.capabilities.object_of(key) == self.capabilities.object_of(before)
+            ):
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        return runs
+
+    def _object(self, keys: Sequence[ObjectKey]) -> StoredObject:
+        folder, size = self._finder.folder, len(keys) * self._frame_bytes
+        return object_alone(folder, keys[0], size) if self._alone else object_of(folder, keys, size)
+
+    def _frame(self, slot: int) -> tuple[memoryview, memoryview]:
+        """A page as it is stored."""
+        return self._binding.header(slot), self._binding.page(slot)[: self._binding.page_bytes]
+
+    async def _put(
+        self, keys: Sequence[ObjectKey], slots: Sequence[int], run: Sequence[int]
+    ) -> list[Outcome]:
+        """Store pages in one object."""
+        binding, mine = self._binding, [keys[number] for number in run]
+        stored = self._object(mine)
         try:
-            outcome = await self._receive(key, slot)
-        except FileNotFoundError:
-            outcome = Outcome.MISS
-        except FAILURES as error:
-            outcome = _failed(error)
-        if outcome is not Outcome.HIT:
-            self._forget(key, outcome)
-            return outcome
-        return await self._over_page(partial(self._binding.check, slot, key))
-
-    async def _receive(self, key: ObjectKey, slot: int) -> Outcome:
-        """Read header and page into the slot. HIT does not include the checksum."""
-        answer = await obstore.get_async(self._store, page_path(key))
-        if answer.meta["size"] != self._frame_bytes:
-            return Outcome.CORRUPT
-        views = (self._binding.header(slot), self._binding.page(slot)[: self._binding.page_bytes])
-        done = 0
-        async for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
-            done += _scatter(memoryview(piece), views, done)
-        return Outcome.HIT if done == self._frame_bytes else Outcome.CORRUPT
-
-    async def _put(self, key: ObjectKey, slot: int) -> Outcome:
-        if self._options.read_only:
-            return Outcome.REJECTED
-        try:
-            if await self._is_there(key):  # cheaper than to send a page once more
-                return Outcome.EXISTS
-            await self._over_page(partial(self._binding.seal, slot, key))
-            parts = [self._binding.header(slot), self._binding.page(slot)[: self._binding.page_bytes]]
-            if isinstance(self._store, MemoryStore):
+            await self._over(len(run), lambda: [binding.seal(slots[number], keys[number]) for number in run])
+            parts = list(chain(*(self._frame(slots[number]) for number in run)))
+            if isinstance(self._requests.store, MemoryStore):
                 parts = [memoryview(b"".join(parts))]  # obstore would keep our memory instead of a copy
-            await obstore.put_async(self._store, page_path(key), parts, use_multipart=False)
+            await obstore.put_async(self._requests.store, stored.path, parts, use_multipart=False)
         except FAILURES as error:
-            failed = _failed(error)
-            return Outcome.REJECTED if refuses_writes(error) else failed  # pages can still be read
-        if self._known is not None:
-            self._known.add(key.digest)
-        return Outcome.STORED
+            outcome = failed(error)
+            # A full store can still be read.
+            return [Outcome.REJECTED if refuses_writes(error) else outcome] * len(run)
+        self._finder.add(stored)
+        for index, key in enumerate(mine):
+            self._finder.remember(key, Found(stored, index))
+        return [Outcome.STORED] * len(run)
 
-    async def _delete(self, key: ObjectKey) -> Outcome:
-        if self._options.read_only:
-            return Outcome.REJECTED
+    async def _drop(self, found: Iterable[Found]) -> dict[StoredObject, Outcome]:
+        """Take pages out of their objects; returns how that went."""
+        doomed: defaultdict[StoredObject, set[int]] = defaultdict(set)
+        for one in found:
+            doomed[one.stored].add(one.number)
+        outcomes = await self._requests.each(self._take_out, list(doomed), list(doomed.values()))
+        return dict(zip(doomed, outcomes, strict=True))
+
+    async def _take_out(self, stored: StoredObject, doomed: Collection[int]) -> Outcome:
+        """Store the other pages of an object in objects of their own, and remove it."""
+        frame = self._frame_bytes
+        kept = [n for n in range(stored.pages) if n not in doomed and stored.has_whole(n, frame)]
+        bounds = [0, *(at for at in range(1, len(kept)) if kept[at] != kept[at - 1] + 1), len(kept)]
         try:
-            await obstore.head_async(self._store, page_path(key))  # to delete nothing is no error
-            await obstore.delete_async(self._store, page_path(key))
+            for start, stop in pairwise(bounds):
+                if start < stop:
+                    await self._copy_part(stored, kept[start], kept[stop - 1] + 1)
         except FileNotFoundError:
             return Outcome.MISS
         except FAILURES as error:
-            return _failed(error)
+            return failed(error)
+        return await self._remove(stored)
+
+    async def _copy_part(self, stored: StoredObject, first: int, stop: int) -> None:
+        frame = self._frame_bytes
+        part = stored.part(self._finder.folder, first, stop, frame)
+        content = await obstore.get_range_async(
+            self._requests.store, stored.path, start=first * frame, end=stop * frame
+        )
+        await obstore.put_async(self._requests.store, part.path, content, use_multipart=False)
+        self._finder.add(part)
+
+    async def _remove(self, stored: StoredObject) -> Outcome:
+        try:
+            await obstore.delete_async(self._requests.store, stored.path)
+        except FileNotFoundError:
+            return Outcome.MISS
+        except FAILURES as error:
+            return failed(error)
         finally:
-            self._forget(key, Outcome.MISS)
+            self._finder.remove([Found(stored, 0)])
         return Outcome.HIT
 
-    def _forget(self, key: ObjectKey, outcome: Outcome) -> None:
-        if self._known is not None and outcome is not Outcome.FAILED:
-            self._known.discard(key.digest)
-
     @contextmanager
-    def _telling(self, verb: str, keys: Sequence[ObjectKey]) -> Iterator[None]:
+    def _telling(self, verb: str, keys: Sequence[object]) -> Iterator[None]:
         """Log in one line the failures of the requests that the body makes."""
-        failures: list[Exception] = []
-        outer = _FAILURES.set(failures)
         try:
-            yield
+            with noting() as failures:
+                yield
         finally:
-            _FAILURES.reset(outer)
             if failures:
                 where, why, count = self._options.url, summary(failures[0]), len(failures)
                 self._failures.warning(
                     (verb, type(failures[0])),
-                    "%s, pool %s: %s of %d pages, %d failed: %s",
+                    "%s, pool %s: %s of %d, %d requests failed: %s",
                     where,
                     self._binding.pool,
                     verb,
@@ -292,15 +353,11 @@ class ObjectEngine:
         return f"<ObjectEngine {self._binding.pool} at {self._options.url}: {self.corrupt} corrupt>"
 
 
-def _failed(error: Exception) -> Outcome:
-    _FAILURES.get().append(error)
-    return Outcome.FAILED
-
-
-async def _all_done(tasks: Sequence[asyncio.Task[T]]) -> None:
-    """Wait for tasks, without cancelling them if the caller is cancelled."""
-    if tasks:
-        await asyncio.wait(tasks)
+def _by_number(
+    rows: Iterable[Iterable[int]], answers: Iterable[Iterable[Outcome]]
+) -> Iterator[tuple[int, Outcome]]:
+    """The answers of rows of keys, by the number of the key."""
+    return zip(chain(*rows), chain(*answers), strict=True)
 
 
 def _scatter(piece: memoryview, views: Sequence[memoryview], start: int) -> int:
@@ -316,16 +373,3 @@ def _scatter(piece: memoryview, views: Sequence[memoryview], start: int) -> int:
             view[first - offset : last - offset] = piece[first - start : last - start]
         offset += len(view)
     return len(piece)
-
-
-def page_path(key: ObjectKey) -> str:
-    """An object's name below the prefix. Each pool has one folder, so that its pages can be listed."""
-    return f"{_folder(key)}/{key.digest.hex()}"
-
-
-def _folder(key: ObjectKey) -> str:
-    return key.text().rpartition(".")[0]
-
-
-def _is_digest(name: str) -> bool:
-    return len(name) == 2 * DIGEST_BYTES and all(letter in "0123456789abcdef" for letter in name)

@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 from urllib.parse import urlsplit
 
 from asynchicache.backends.options import BackendOptions
+from asynchicache.hashing import GROUP_PAGES
 from asynchicache.options import FiniteSeconds, Natural, Positive
 
 SCHEMES = ("s3", "gs", "az", "file", "memory")
@@ -49,6 +50,8 @@ class ObjectOptions(BackendOptions, frozen=True):
             Default: 32.
         timeout_seconds: time limit of one attempt of a request. Default: 10.
         retries: further attempts after a failure of the server or the network. Default: 2.
+        object_pages: most consecutive pages of a path in one object, 1 to 64. With 1, the digest alone names
+            an object, as in stores of older versions. Default: 32.
         index: list a pool's pages when it is opened, and answer `exists` from that list; pages that others
             store later are not seen. Default: false.
         read_only: read only; store and delete nothing. Default: false.
@@ -62,6 +65,7 @@ class ObjectOptions(BackendOptions, frozen=True):
     requests: Positive = 32
     timeout_seconds: FiniteSeconds = 10.0
     retries: Natural = 2
+    object_pages: Positive = 32
     index: bool = False
     read_only: bool = False
 
@@ -92,6 +96,8 @@ class ObjectOptions(BackendOptions, frozen=True):
     def check(self) -> None:
         if not _names_a_place(self.url):
             raise self.refused("url", self.url, _RULE)
+        if self.object_pages > GROUP_PAGES:
+            raise self.refused("object_pages", self.object_pages, f"must be at most {GROUP_PAGES}")
         if self.config and self.scheme in ("file", "memory"):
             raise self.refused("config", sorted(self.config), f"has no effect with {self.scheme}://")
         if self.ca_file is not None and self.scheme in ("file", "memory"):

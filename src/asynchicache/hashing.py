@@ -9,9 +9,9 @@ namespace; what separates namespaces is the chain, which begins with all of the 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from asynchicache.errors import ConfigError
 
@@ -19,6 +19,8 @@ HASH_BYTES = 32
 NAMESPACE_BYTES = 8
 DIGEST_BYTES = NAMESPACE_BYTES + HASH_BYTES
 NO_NAMESPACE = bytes(NAMESPACE_BYTES)
+GROUP_PAGES = 64
+"""Pages of a path that storage can be asked for in one question, see `PlacedPage`."""
 _NARROW = 0xFFFFFFFF
 _NAMESPACE_TAG = b"sglang-cache-namespace-v1"
 _SHARD_TEXT = str.maketrans("/-", "-_")  # shards contain no `_`, so the text is unique
@@ -44,6 +46,16 @@ class ObjectKey(NamedTuple):
         """8 bytes, `namespace_id` of the page's namespace."""
         return self.digest[:NAMESPACE_BYTES]
 
+    @property
+    def group(self) -> bytes:
+        """40 bytes: the page's group, see `PlacedPage`. Without one, the page is alone in a group."""
+        return self.digest
+
+    @property
+    def place(self) -> int:
+        """The page's place in its group."""
+        return 0
+
     def text(self) -> str:
         """One line of letters, digits, `.`, `_` and `-`, safe as a file name or object name; names of one
         namespace begin alike."""
@@ -57,6 +69,60 @@ class ObjectKey(NamedTuple):
     def _family(self) -> str:
         shard = f".{shard_text(self.shard)}" if self.shard else ""
         return f"{self.fingerprint.hex()[:32]}.{self.pool}{shard}."
+
+
+class PlacedKey(ObjectKey):
+    """A key that says where on its path the page lies. It equals the key that does not."""
+
+    _page: PlacedPage
+
+    @classmethod
+    def of(cls, key: ObjectKey, page: PlacedPage) -> Self:
+        placed = cls(*key)
+        placed._page = page
+        return placed
+
+    @property
+    def group(self) -> bytes:
+        return self._page.group
+
+    @property
+    def place(self) -> int:
+        return self._page.place
+
+
+class PlacedPage(NamedTuple):
+    """A page, and where it lies on its path.
+
+    A path is divided into groups: pages 0 to `GROUP_PAGES`, and then `GROUP_PAGES` pages each. A group is
+    named by the page before its first page, and the first group by page 0. So pages that could follow the
+    same page, such as tails, are in one group.
+
+    Attributes:
+        digest: of the page.
+        group: digest of the page that names the group.
+        place: distance from that page, 0 to `GROUP_PAGES`.
+    """
+
+    digest: bytes
+    group: bytes
+    place: int
+
+
+def naming_page(page: int) -> int:
+    """The number of the page that names the group of page number `page`."""
+    return max(page - 1, 0) // GROUP_PAGES * GROUP_PAGES
+
+
+def placed_pages(digests: Sequence[bytes] | Mapping[int, bytes], pages: Iterable[int]) -> list[PlacedPage]:
+    """Some pages of a path.
+
+    Args:
+        digests: by number of the page: of these pages, and of those that name their groups.
+        pages: their numbers.
+    """
+    heads = ((page, naming_page(page)) for page in pages)
+    return [PlacedPage(digests[page], digests[head], page - head) for page, head in heads]
 
 
 def shard_text(shard: str) -> str:

@@ -80,9 +80,10 @@ class VirtualCache(InstantCache):
             self.write(work)
 
     def write(self, work: StorageWrite, *, stored: bool = True) -> None:
-        for pool, (digests, slots) in work.pages.items() if stored else ():
+        for pool, (pages, slots) in work.pages.items() if stored else ():
             host = self.memory[pool, Tier.HOST]
-            self.storage.update({(pool, one): host[slot] for one, slot in zip(digests, slots, strict=True)})
+            for page, slot in zip(pages, slots, strict=True):
+                self.storage[pool, page.digest] = host[slot]
         self.planner.backups.write_finished(work, stored=stored)
 
     def prefetch(self, request: RequestState) -> None:
@@ -115,7 +116,7 @@ class VirtualCache(InstantCache):
     def read(self, read: StorageRead) -> list[Outcome]:
         """Read pages from storage; returns the outcome of each."""
         pool = self.planner.inventory.names[read.component_id]
-        for slot, digest in zip(read.slots, read.digests, strict=True):
+        for slot, (digest, _, _) in zip(read.slots, read.placed, strict=True):
             self.memory[pool, Tier.HOST][slot] = self.storage[pool, digest]
         return [Outcome.HIT] * len(read.slots)
 

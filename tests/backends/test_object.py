@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,12 @@ class TestFolder(BackendConformance):
 
 
 @pytest.mark.asyncio
+class TestFolderOfPagesThatAreAlone(BackendConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        return open_backend({"url": f"file://{tmp_path}/pages", "object_pages": 1}, port)
+
+
+@pytest.mark.asyncio
 class TestFolderWithIndexAndOneRequest(BackendConformance):
     page_bytes = 1
 
@@ -62,12 +69,12 @@ class TestSlowFolder(BackendConformance):
 
 @pytest.mark.asyncio
 async def test_requests_at_once_are_limited(tmp_path: Path) -> None:
-    async with backend_at({"url": f"file://{tmp_path}/pages", "requests": 2}) as backend:
+    async with backend_at({"url": f"file://{tmp_path}/pages", "requests": 2, "object_pages": 1}) as backend:
         first, second = await open_bench(backend), await open_bench(backend, "mamba")
         most = 0
         inner = first.engine._receive
 
-        async def watched(*call: object) -> Outcome:
+        async def watched(*call: object) -> Sequence[Outcome]:
             nonlocal most
             most = max(most, 2 - backend._turns.pages._value)
             return await inner(*call)
@@ -96,7 +103,7 @@ async def test_read_only_serves_and_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("index", [False, True])
 async def test_a_damaged_object_is_dropped_and_may_come_again(tmp_path: Path, index: bool) -> None:
-    place = {"url": f"file://{tmp_path}/pages"}
+    place = {"url": f"file://{tmp_path}/pages", "object_pages": 1}
     async with bench_at(place) as bench:
         keys = bench.keys(*range(5))
         await bench.put(keys, range(5))
@@ -118,16 +125,16 @@ async def test_a_damaged_object_is_dropped_and_may_come_again(tmp_path: Path, in
 
 @pytest.mark.asyncio
 async def test_a_cancelled_call_starts_no_more_requests(tmp_path: Path) -> None:
-    async with bench_at({"url": f"file://{tmp_path}/pages", "requests": 1}) as bench:
+    async with bench_at({"url": f"file://{tmp_path}/pages", "requests": 1, "object_pages": 1}) as bench:
         began, go_on = asyncio.Event(), asyncio.Event()
         calls = []
         inner = bench.engine._put
 
-        async def held(key: ObjectKey, slot: int) -> Outcome:
-            calls.append(slot)
+        async def held(keys: Sequence[ObjectKey], slots: Sequence[int], run: Sequence[int]) -> list[Outcome]:
+            calls.extend(run)
             began.set()
             await go_on.wait()
-            return await inner(key, slot)
+            return await inner(keys, slots, run)
 
         bench.engine._put = held
         keys = bench.keys(*range(8))
@@ -228,6 +235,8 @@ async def test_what_is_missing_is_said_at_open(
         ({"url": "memory:///", "ca_file": __file__}, r"ca_file='.*' has no effect with memory://"),
         ({"url": "s3://b/c", "ca_file": "/nope.crt"}, r"ca_file='/nope.crt' must be a file of certificates"),
         ({"url": "s3://b/c", "ca_file": __file__}, r"ca_file='.*' must be a file of certificates in PEM"),
+        ({"url": "memory:///", "object_pages": 65}, r"object_pages=65 must be at most 64"),
+        ({"url": "memory:///", "object_pages": 0}, r"object_pages=0 must be a whole number above 0"),
         ({"url": "memory:///", "requests": 0}, r"requests=0 must be a whole number above 0"),
         ({"url": "memory:///", "retries": -1}, r"retries=-1 must be a whole number of at least 0"),
         ({"url": "memory:///", "timeout_seconds": float("nan")}, r"timeout_seconds=nan must be"),

@@ -67,7 +67,8 @@ class HostileStore:
         address = str(self.port)
         config = {name: text.replace("PORT", address) for name, text in CONFIGS[self.scheme].items()}
         # Every lie ends by itself: no test waits for the deadline, after which nothing is tried again.
-        return {"url": f"{self.scheme}://bucket/p", "config": config, "retries": 1, "timeout_seconds": 60}
+        place = {"url": f"{self.scheme}://bucket/p", "config": config, "object_pages": 1}
+        return {**place, "retries": 1, "timeout_seconds": 60}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):

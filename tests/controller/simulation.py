@@ -89,8 +89,8 @@ class Simulation(VirtualCache):
 
     def end_write(self, index: int, *, stored: bool = True) -> None:
         work = self.writing.pop(index)
-        for pool, (digests, slots) in work.pages.items() if stored else ():
-            assert [self.memory[pool, Tier.HOST][slot] for slot in slots] == list(digests)
+        for pool, (pages, slots) in work.pages.items() if stored else ():
+            assert [self.memory[pool, Tier.HOST][slot] for slot in slots] == [page.digest for page in pages]
         super().write(work, stored=stored)
 
     def settle(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 from asynchicache.controller.prefetcher import _KnownPresence
 from asynchicache.controller.storage_pools import StoragePools, StoredPool, linger, worst_outcomes
 from asynchicache.errors import ClosedError, ConfigError
+from asynchicache.hashing import placed_pages
 from asynchicache.planner.options import PrefetchOptions
 from asynchicache.storage.limits import BatchResult
 from asynchicache.types import Outcome, PrefetchPolicy
@@ -85,12 +86,12 @@ def test_full_pages_reach_as_far_as_there_is_no_gap(flags: bytes, here: int, rea
 SLICES = 4096
 
 
-async def in_slices(call: Any, digests: Any, slots: Any) -> BatchResult:
+async def in_slices(call: Any, digests: list[bytes], slots: Any) -> BatchResult:
     """A read of one pool, whose guarded engine answers with `call`."""
-    pool = StoredPool(SimpleNamespace(get=call), SimpleNamespace(key=lambda digest: digest))  # type: ignore[arg-type]
+    pool = StoredPool(SimpleNamespace(get=call, object_pages=1), SimpleNamespace(key=lambda digest: digest))  # type: ignore[arg-type]
     pools = StoragePools(lambda component_id: ())
     pools._attachment = SimpleNamespace(pools={"kv": pool})  # type: ignore[assignment]
-    return await pools.move("kv", digests, slots, put=False)
+    return await pools.move("kv", placed_pages(digests, range(len(digests))), slots, put=False)
 
 
 @pytest.mark.asyncio

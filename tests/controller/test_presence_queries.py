@@ -9,6 +9,7 @@ import pytest
 
 from asynchicache.controller.presence_queries import PresenceQueries, PresenceQuery
 from asynchicache.controller.storage_pools import Presence
+from asynchicache.hashing import PlacedPage, placed_pages
 from asynchicache.types import MissReason
 
 
@@ -21,8 +22,10 @@ class Store:
         self.gate = asyncio.Event()
         self.asked: list[tuple[int, list[bytes], bool]] = []
 
-    async def exists(self, number: int, digests: Sequence[bytes], *, fresh: bool = False) -> Presence:
-        self.asked.append((number, list(digests), fresh))
+    async def exists(self, number: int, pages: Sequence[PlacedPage], *, fresh: bool = False) -> Presence:
+        digests = [page.digest for page in pages]
+        self.asked.append((number, digests, fresh))
+        self.placed = list(pages)
         reason = self.reason
         await self.gate.wait()
         return Presence(bytes(digest in self.there for digest in digests), reason)
@@ -67,6 +70,19 @@ async def test_the_pages_that_are_asked_for_are_answered_in_order() -> None:
 
     assert answer == Presence(b"\0\1\0\1", MissReason.NONE)
     assert store.asked == [(1, digests[1:5], False)]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("length", "group", "place"), [(1, 0, 1), (64, 0, 64), (65, 64, 1), (70, 64, 6)])
+async def test_tails_lie_where_the_next_page_of_their_path_does(length: int, group: int, place: int) -> None:
+    digests, ends = path("a", length), path("b", 4)
+    store = Store()
+    store.gate.set()
+
+    await PresenceQueries(store, Calls()).ask(0, ends, range(1, 3), before=digests)
+
+    assert store.placed == [PlacedPage(end, digests[group], place) for end in ends[1:3]]
+    assert store.placed[:1] == placed_pages([*digests, ends[1]], [length])
 
 
 @pytest.mark.asyncio

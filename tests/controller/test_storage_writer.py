@@ -14,7 +14,7 @@ from asynchicache.controller.presence_queries import PresenceQueries
 from asynchicache.controller.storage_pools import Presence
 from asynchicache.controller.storage_writer import StorageWriter, WriteCounters
 from asynchicache.errors import StorageError, UsageError
-from asynchicache.hashing import page_digests
+from asynchicache.hashing import PlacedPage, page_digests
 from asynchicache.planner.actions import StorageWrite
 from asynchicache.storage.limits import BatchResult
 from asynchicache.testing.seeded import SeededWorld, run_seeded
@@ -53,8 +53,8 @@ class Storage:
     def page_sizes(self, work: StorageWrite) -> list[int]:
         return [PAGE_BYTES[pool] for pool in work.pages]
 
-    async def touch(self, uses: Mapping[int, Sequence[bytes]]) -> None:
-        self.touched.append({number: list(some) for number, some in uses.items()})
+    async def touch(self, uses: Mapping[int, Sequence[PlacedPage]]) -> None:
+        self.touched.append({number: [page.digest for page in some] for number, some in uses.items()})
 
     async def put(self, work: StorageWrite) -> list[BatchResult]:
         self.put_pages.append({pool: len(slots) for pool, (_, slots) in work.pages.items()})
@@ -63,8 +63,9 @@ class Storage:
         outcomes = self.outcomes or [[Outcome.STORED] * len(slots) for _, slots in work.pages.values()]
         return [BatchResult(some, self.lingering if Outcome.TIMEOUT in some else None) for some in outcomes]
 
-    async def exists(self, number: int, some: Sequence[bytes], *, fresh: bool = False) -> Presence:
-        self.asked.append((number, list(some), fresh))
+    async def exists(self, number: int, pages: Sequence[PlacedPage], *, fresh: bool = False) -> Presence:
+        some = [page.digest for page in pages]
+        self.asked.append((number, some, fresh))
         if self.gate is not None:
             await self.gate.wait()
         return Presence(bytes(digest not in self.lost for digest in some), self.reason)

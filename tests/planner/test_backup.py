@@ -72,6 +72,17 @@ def writer(sim: Simulation) -> BackupPlanner:
     return sim.planner.backups
 
 
+def touched(sim: Simulation, ends: list[Node]) -> dict[int, list[bytes]]:
+    """By component, the digests of the pages that storage is told of."""
+    uses = writer(sim).pages_to_touch(ends)
+    return {component_id: [page.digest for page in pages] for component_id, pages in uses.items()}
+
+
+def written(work: StorageWrite) -> dict[str, tuple[list[bytes], list[int]]]:
+    """By pool, digests and slots."""
+    return {pool: ([page.digest for page in pages], slots) for pool, (pages, slots) in work.pages.items()}
+
+
 def saved(sim: Simulation, node: Node) -> None:
     """Copy a path to the host, without a write to storage that follows."""
     for copy in writer(sim).backup(node):
@@ -449,7 +460,7 @@ def test_a_write_has_what_is_on_the_host_and_not_in_storage() -> None:
 
     assert work is not None
     chain = digests(tokens)
-    assert work.pages == {
+    assert written(work) == {
         "kv": (chain[2:], lower.slots_at(FULL_HOST)),
         "mamba": (chain[3:], lower.slots_at(place_of(STATES, Tier.HOST))),
     }
@@ -594,19 +605,19 @@ def test_uses_are_told_beginnings_last_and_the_last_path_last() -> None:
         writer(sim).write_finished(stored_now, stored=True)
     first, second = digests([*HEAD, 5, 6, 7, 8]), digests([*HEAD, 9, 10])
 
-    assert writer(sim).digests_to_touch([one, other]) == {
+    assert touched(sim, [one, other]) == {
         FULL: [first[3], first[2], second[2], first[1], first[0]],
         STATES: [first[3], second[2]],
     }
-    assert writer(sim).digests_to_touch([other, one]) == {
+    assert touched(sim, [other, one]) == {
         FULL: [second[2], first[3], first[2], first[1], first[0]],
         STATES: [second[2], first[3]],
     }
     one.stored = 0b10
-    assert writer(sim).digests_to_touch([one]) == {FULL: [first[1], first[0]], STATES: [first[3]]}
+    assert touched(sim, [one]) == {FULL: [first[1], first[0]], STATES: [first[3]]}
     one.stored = head.stored = 0
-    assert writer(sim).digests_to_touch([one]) == {}
-    assert writer(sim).digests_to_touch([]) == {}
+    assert touched(sim, [one]) == {}
+    assert touched(sim, []) == {}
 
 
 def test_of_windows_the_use_of_what_an_end_needs_is_told() -> None:
@@ -619,9 +630,9 @@ def test_of_windows_the_use_of_what_an_end_needs_is_told() -> None:
         node.stored = 0b11
     chain = digests(tokens)
 
-    assert writer(sim).digests_to_touch([lower]) == {FULL: chain[::-1], 1: chain[:1:-1]}
-    assert writer(sim).digests_to_touch([upper]) == {FULL: chain[1::-1], 1: chain[1::-1]}
-    assert writer(sim).digests_to_touch([upper, lower])[1] == [chain[1], chain[0], *chain[:1:-1]]
+    assert touched(sim, [lower]) == {FULL: chain[::-1], 1: chain[:1:-1]}
+    assert touched(sim, [upper]) == {FULL: chain[1::-1], 1: chain[1::-1]}
+    assert touched(sim, [upper, lower])[1] == [chain[1], chain[0], *chain[:1:-1]]
     assert writer(sim).pages_marked_stored(lower)[1] == {FULL: range(5), 1: [2, 3, 4]}
 
 
@@ -635,7 +646,7 @@ def test_a_window_that_storage_lost_a_page_of_is_written_anew() -> None:
     assert node.stored == 0b01
     work = writer(sim).store(node)
     assert work is not None
-    assert work.pages == {"swa": (digests(HEAD)[:1], node.slots_at(place_of(1, Tier.HOST))[:1])}
+    assert written(work) == {"swa": (digests(HEAD)[:1], node.slots_at(place_of(1, Tier.HOST))[:1])}
     writer(sim).write_finished(work, stored=True)
 
 
@@ -669,7 +680,7 @@ def test_what_storage_lost_is_written_anew_and_what_it_has_is_not() -> None:
     assert (upper.stored, lower.stored) == (0b11, 0b10)
     work = writer(sim).store(lower)
     assert work is not None
-    assert work.pages == {"kv": ([chain[3]], [lower.slots_at(FULL_HOST)[1]])}
+    assert written(work) == {"kv": ([chain[3]], [lower.slots_at(FULL_HOST)[1]])}
     writer(sim).write_finished(work, stored=True)
     assert lower.stored == 0b11
 
@@ -677,7 +688,7 @@ def test_what_storage_lost_is_written_anew_and_what_it_has_is_not() -> None:
     assert (upper.stored, lower.stored) == (0b01, 0b11), "the state of the upper one's end"
     work = writer(sim).store(lower)
     assert work is not None
-    assert work.pages == {"mamba": ([chain[1]], upper.slots_at(place_of(STATES, Tier.HOST)))}
+    assert written(work) == {"mamba": ([chain[1]], upper.slots_at(place_of(STATES, Tier.HOST)))}
     writer(sim).write_finished(work, stored=True)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asynchicache.hashing import page_digests
+from asynchicache.hashing import page_digests, placed_pages
 from asynchicache.planner.readings import Reading, ReadResult, StorageQuery, StorageRead
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, place_of
 from asynchicache.types import MissReason, Outcome, Tier, WritePolicy
@@ -223,7 +223,7 @@ def test_the_longest_prefix_that_memory_and_storage_have_together_is_read(
     assert (read.target, read.pages, read.joined) == (target, pages, False)
     reads = begun(sim)
     assert {one.component_id: len(one.slots) for one in reads} == {n: len(p) for n, p in pages.items()}
-    assert reads[0].digests == [query.digests[page] for page in pages[0]]
+    assert reads[0].placed == placed_pages(query.digests, pages[0])
     (gained,) = [result for one in reads for result in delivered(sim, one)]
     assert (gained.reading, gained.pages) == (read, target)
     assert gained.reason is MissReason.NONE
@@ -510,7 +510,7 @@ def test_what_one_gave_up_another_reads(simulations: list[Simulation]) -> None:
 
     rest = reader.next_read()
     assert rest is not None
-    assert rest.digests == second.query.digests[3:5]
+    assert rest.placed == placed_pages(second.query.digests, [3, 4])
     assert [(one.reading, one.pages) for one in delivered(sim, rest)] == []
     assert {one.reading for one in delivered(sim, read)} == {first, second}
     assert sim.open(PROMPT).matched_pages == 5

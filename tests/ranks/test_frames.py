@@ -7,6 +7,7 @@ import random
 import pytest
 
 from asynchicache.errors import RankProtocolError
+from asynchicache.hashing import placed_pages
 from asynchicache.ranks.frames import MAX_FRAME, FrameReader, FrameWriter
 from asynchicache.ranks.messages import (
     CopyEntry,
@@ -15,9 +16,10 @@ from asynchicache.ranks.messages import (
     MarkEntry,
     TransferRuns,
     pack_outcomes,
+    pack_pages,
     pack_slots,
-    unpack_digests,
     unpack_outcomes,
+    unpack_pages,
     unpack_slots,
 )
 from asynchicache.types import Direction, Outcome
@@ -94,9 +96,11 @@ def test_runs_that_are_none_are_refused(runs: list[int]) -> None:
         unpack_slots(runs)
 
 
-def test_digests_and_outcomes_are_checked() -> None:
+def test_pages_and_outcomes_are_checked() -> None:
+    pages = placed_pages([bytes([page]) * 40 for page in range(130)], range(130))
+    assert unpack_pages(pack_pages(pages)) == pages
     assert unpack_outcomes(pack_outcomes(Outcome)) == list(Outcome)
     with pytest.raises(RankProtocolError, match="stands for no outcome"):
         unpack_outcomes(b"\xff")
-    with pytest.raises(RankProtocolError, match="are not digests"):
-        unpack_digests(bytes(33))
+    with pytest.raises(RankProtocolError, match="are not pages"):
+        unpack_pages(bytes(33))

@@ -187,9 +187,9 @@ def impatient(bench: PoolUnderTest, seconds: float) -> Iterator[None]:
     as long as the machine needs."""
     engine = bench.engine
     assert isinstance(engine, ObjectEngine)
-    patient = engine._store
-    engine._store = make_store(structs.replace(engine._options, timeout_seconds=seconds))
+    patient = engine._requests.store
+    engine._requests.store = make_store(structs.replace(engine._options, timeout_seconds=seconds))
     try:
         yield
     finally:
-        engine._store = patient
+        engine._requests.store = patient

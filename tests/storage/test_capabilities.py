@@ -8,7 +8,7 @@ from asynchicache.errors import ConfigError
 from asynchicache.storage.protocol import Capabilities
 
 
-@pytest.mark.parametrize("name", ["batch_pages", "batch_keys", "concurrency"])
+@pytest.mark.parametrize("name", ["batch_pages", "batch_keys", "object_pages", "concurrency"])
 @pytest.mark.parametrize(
     ("value", "message"),
     [

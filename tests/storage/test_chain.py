@@ -24,6 +24,7 @@ from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.types import Outcome
+from engines import module
 
 STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
 CORRUPT, REJECTED, FAILED, TIMEOUT = Outcome.CORRUPT, Outcome.REJECTED, Outcome.FAILED, Outcome.TIMEOUT
@@ -460,3 +461,35 @@ def test_a_chain_that_cannot_work_is_refused(stages: list[tuple[str, StagePolicy
 def test_a_promise_needs_a_stage_that_gets_all_pages() -> None:
     with pytest.raises(ConfigError, match="durable needs write 'all'"):
         StagePolicy(write="second_hit", durable=True)
+
+
+@pytest.mark.engine("object")
+@pytest.mark.asyncio
+@pytest.mark.parametrize("policy", [StagePolicy(write="leaving"), ALL])
+async def test_what_leaves_a_stage_is_stored_page_by_page(policy: StagePolicy) -> None:
+    engines = module("asynchicache.backends.object")
+    port = AsyncioPort(threads=1, seed=0)
+
+    async def outcomes(pages: int) -> list[Outcome]:
+        async with AsyncExitStack() as stack:
+            far = engines.open_backend({"url": "memory:///", "object_pages": pages}, port)
+            stages = [
+                Stage("near", lambda: MemoryBackend(MemoryStore()), ALL),
+                Stage("far", lambda: far, policy),
+            ]
+            chain = StorageChain(stages, port)
+            stack.push_async_callback(chain.aclose)
+            binding = SlotBinding(slab_of("kv", PAGE_BYTES, 8), fingerprint_of("w"))
+            pool = await chain.open_chained(binding, PoolLimits())
+            keys = PoolUnderTest(pool.engine, binding).keys(0, 1)
+            return (await pool.put(keys, [0, 1])).outcomes
+
+    try:
+        assert await outcomes(1) == [STORED] * 2
+        if policy is ALL:
+            assert await outcomes(32) == [STORED] * 2
+        else:
+            with pytest.raises(ConfigError, match=r"'far': write='leaving' .* set its option object_pages"):
+                await outcomes(32)
+    finally:
+        await port.aclose()

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from asynchicache.errors import ClosedError, ConfigError, StorageError, UsageError
-from asynchicache.hashing import ObjectKey
+from asynchicache.hashing import ObjectKey, placed_pages
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.breaker import BreakerState
@@ -163,6 +163,37 @@ async def test_puts_do_not_keep_others_waiting_behind_all_of_them(concurrency: i
         assert (await putting).outcomes == [Outcome.STORED] * 12
         assert s.engine.batches[: len(order)] == order
         assert s.engine.most == concurrency
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("first", "count", "batches"),
+    [
+        (0, 3, [3]),
+        (0, 20, [9, 8, 3]),  # objects of a path: pages 0 to 4, 5 to 8, 9 to 12, ...
+        (2, 10, [7, 3]),
+        (63, 10, [6, 4]),  # a group ends with page 64
+        (30, 11, [7, 4]),
+    ],
+)
+async def test_a_call_ends_where_an_object_ends(first: int, count: int, batches: list[int]) -> None:
+    engine = ScriptedEngine(object_pages=4, batch_pages=9 if count > 11 else 8, concurrency=1)
+    engine.outcome = Outcome.STORED
+    async with scene(engine) as s:
+        digests = [bytes([page]) * 40 for page in range(100)]
+        keys = list(map(s.binding.placed_key, placed_pages(digests, range(first, first + count))))
+        assert (await s.pool.put(keys, range(count))).outcomes == [Outcome.STORED] * count
+    assert s.engine.batches == batches
+
+
+@pytest.mark.asyncio
+async def test_an_object_larger_than_a_call_is_put_by_several() -> None:
+    engine = ScriptedEngine(object_pages=32, batch_pages=8, concurrency=1)
+    engine.outcome = Outcome.STORED
+    async with scene(engine) as s:
+        pages = placed_pages([bytes([page]) * 40 for page in range(40)], range(40))
+        await s.pool.put(list(map(s.binding.placed_key, pages)), range(40))
+    assert s.engine.batches == [8] * 5
 
 
 @pytest.mark.asyncio

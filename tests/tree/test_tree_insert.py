@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from asynchicache.errors import InternalError
-from asynchicache.hashing import page_digests
+from asynchicache.hashing import page_digests, placed_pages
 from asynchicache.tree.node import ABSENT, FULL_DEVICE, FULL_HOST, LOADING, RESIDENT
 
 STATE_DEVICE, STATE_HOST = 2, 3
@@ -280,6 +280,23 @@ def test_a_split_keeps_every_page_with_its_digest(bed):
     assert bed.node("ab").digests == whole[:2]
     assert bed.node("abcdef").digests == whole[2:]
     assert bed.tree.digests(bed.node("abxy")) == page_digests(bed.tokens("abxy"), 2)[2:]
+    bed.check()
+
+
+def test_a_page_lies_at_one_place_however_its_path_is_split(bed):
+    word = "".join(chr(number) for number in range(0x100, 0x100 + 150))
+    whole = page_digests(bed.tokens(word), 2)
+    bed.add(word)
+    for length in (1, 30, 64, 65, 66, 128, 129):
+        bed.add(f"{word[:length]}x")
+
+    nodes = [node for node in bed.tree.nodes() if node.pages]
+    ours = [node for node in nodes if bed.tree.digests(node)[-1] in whole]
+    assert len(ours) == 8
+    placed = [page for node in sorted(ours, key=lambda node: node.end) for page in bed.tree.placed(node)]
+    assert placed == placed_pages(whole, range(150))
+    ends = [bed.tree.placed(bed.node(f"{word[:length]}x"))[0] for length in (64, 65, 66)]
+    assert [(page.group, page.place) for page in ends] == [(whole[0], 64), (whole[64], 1), (whole[64], 2)]
     bed.check()
 
 

@@ -521,7 +521,7 @@ class Prefetcher:
                 return None
             first, stop = there[0], there[-1] + 1
             answer = await self._presence.ask(
-                component_id, ends, range(first, stop), answered=known.answered, for_all=True
+                component_id, ends, range(first, stop), answered=known.answered, before=digests[:pages]
             )
             there = [one for one in there if answer.flags[one - first]]
         found = _StoredTail(pages, there[-1] + 1, ends[there[-1]]) if there else None

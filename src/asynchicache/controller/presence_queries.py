@@ -10,7 +10,7 @@ from functools import partial
 
 from asynchicache.controller.executor import Executor
 from asynchicache.controller.storage_pools import Presence, StoragePools
-from asynchicache.hashing import common_pages
+from asynchicache.hashing import PlacedPage, common_pages, naming_page, placed_pages
 from asynchicache.types import MissReason
 
 _MAX_CALLS = 3
@@ -29,7 +29,8 @@ class PresenceQuery:
         digests: of all pages of the path, from its first.
         pages: numbers of the pages to ask for.
         fresh: cached answers must not be used.
-        for_all: every listener gets the answer.
+        before: None. Or the digests are of pages that follow the last of these, each of them instead of the
+            others.
         askers: how many wait for the answer; a query that nobody waits for is not made.
         answer: set when storage has answered, or will not.
     """
@@ -38,12 +39,20 @@ class PresenceQuery:
     digests: Sequence[bytes]
     pages: range
     fresh: bool
-    for_all: bool = False
+    before: Sequence[bytes] | None = None
     askers: int = 0
     answer: asyncio.Future[Presence] = field(init=False)
 
     def __post_init__(self) -> None:
         self.answer = asyncio.get_running_loop().create_future()
+
+    def placed(self) -> list[PlacedPage]:
+        """The pages to ask for."""
+        if self.before is None:
+            return placed_pages(self.digests, self.pages)
+        last, head = len(self.before), naming_page(len(self.before))
+        digests = self.digests[self.pages.start : self.pages.stop]
+        return [PlacedPage(one, self.before[head] if last else one, last - head) for one in digests]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +92,7 @@ class PresenceQueries:
         *,
         fresh: bool = False,
         answered: Sequence[PresenceQuery] = (),
-        for_all: bool = False,
+        before: Sequence[bytes] | None = None,
     ) -> Presence:
         """Ask which of some pages storage has.
 
@@ -96,13 +105,13 @@ class PresenceQueries:
             pages: numbers of the pages to ask for, ascending and without gaps.
             fresh: do not use cached answers.
             answered: queries whose answers are recent enough, see `listen`.
-            for_all: who listens does not know yet that it will ask for these pages.
+            before: see `PresenceQuery`. Who listens does not know yet that it will ask for such pages.
         """
         known = [*answered, *self._in_flight]
         parts = list(self._parts(known, component_id, digests, pages, fresh))
         new = [question for question, _, mine in parts if mine]
         for question in new:
-            question.for_all = for_all
+            question.before = before
         for question, _, _ in parts:
             question.askers += 1
         try:
@@ -195,9 +204,8 @@ class PresenceQueries:
     async def _answer(self, kind: tuple[int, bool], batch: Sequence[PresenceQuery]) -> Presence:
         """Storage's answer for the pages of all queries in `batch`, concatenated."""
         component_id, fresh = kind
-        digests = [one.digests[one.pages.start : one.pages.stop] for one in batch]
-        every = digests[0] if len(digests) == 1 else [digest for some in digests for digest in some]
-        return await self._storage.exists(component_id, every, fresh=fresh)
+        pages = [page for one in batch for page in one.placed()]
+        return await self._storage.exists(component_id, pages, fresh=fresh)
 
     def _answered(self, batch: Sequence[PresenceQuery], answer: Presence) -> None:
         """Give each query of a batch its part of the answer."""
@@ -208,7 +216,7 @@ class PresenceQueries:
             question.answer.set_result(Presence(answer.flags[begin:end], answer.reason))
             if answer.reason is MissReason.NONE:
                 for listener in self._listeners:
-                    if question.for_all or _is_common(
+                    if question.before is not None or _is_common(
                         question.digests, listener.digests, question.pages.start
                     ):
                         listener.answered.append(question)

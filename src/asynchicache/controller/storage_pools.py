@@ -10,7 +10,7 @@ from operator import and_
 from typing import NamedTuple, Self, TypeAlias
 
 from asynchicache.errors import ClosedError, ConfigError, StorageError
-from asynchicache.hashing import ObjectKey
+from asynchicache.hashing import ObjectKey, PlacedPage
 from asynchicache.planner.actions import StorageWrite
 from asynchicache.planner.readings import StorageRead
 from asynchicache.ports import Port
@@ -242,34 +242,36 @@ class StoragePools:
             raise failures[0]
         return gone
 
-    async def exists(self, component_id: int, digests: Sequence[bytes], *, fresh: bool = False) -> Presence:
+    async def exists(
+        self, component_id: int, pages: Sequence[PlacedPage], *, fresh: bool = False
+    ) -> Presence:
         """Which pages are present in every pool that shares the component's slots.
 
         Args:
             component_id: the component.
-            digests: of the pages.
+            pages: the pages.
             fresh: do not use cached answers.
         """
         flags, reason = b"", MissReason.NONE
-        for start in range(0, len(digests), SLICE_PAGES):
+        for start in range(0, len(pages), SLICE_PAGES):
             if start:
                 await asyncio.sleep(0)
             part = await self.exists_in_all(
-                self._sharing(component_id), digests[start : start + SLICE_PAGES], fresh
+                self._sharing(component_id), pages[start : start + SLICE_PAGES], fresh
             )
             flags += part.flags
             reason = part.reason if reason is MissReason.NONE else reason
         return Presence(flags, reason)
 
-    async def exists_in_all(self, names: Iterable[str], digests: Sequence[bytes], fresh: bool) -> Presence:
+    async def exists_in_all(self, names: Iterable[str], pages: Sequence[PlacedPage], fresh: bool) -> Presence:
         """Which pages are present in every pool of `names`."""
-        flags, reason = bytes([1]) * len(digests), MissReason.NONE
+        flags, reason = bytes([1]) * len(pages), MissReason.NONE
         for name in names:
             pool = self._pools.get(name)
-            answer = BatchResult([Outcome.FAILED] * len(digests))
+            answer = BatchResult([Outcome.FAILED] * len(pages))
             with suppress(ClosedError):  # it was detached meanwhile
                 if pool is not None:
-                    answer = await pool.guard.exists(_keys(pool, digests), fresh=fresh)
+                    answer = await pool.guard.exists(_keys(pool, pages), fresh=fresh)
             flags = bytes(map(and_, flags, answer.present))
             reason = next(
                 (_ANSWER_REASONS[outcome] for outcome in _ANSWER_REASONS if outcome in answer.outcomes),
@@ -282,24 +284,24 @@ class StoragePools:
         """Whether any engine accepts touches."""
         return any(pool.guard.touchable for pool in self._pools.values())
 
-    async def touch(self, uses: Mapping[int, Sequence[bytes]]) -> None:
+    async def touch(self, uses: Mapping[int, Sequence[PlacedPage]]) -> None:
         """Report pages used in memory to the engines, by component, the most recently used last."""
         calls = [
-            (name, digests) for component_id, digests in uses.items() for name in self._sharing(component_id)
+            (name, pages) for component_id, pages in uses.items() for name in self._sharing(component_id)
         ]
-        await asyncio.gather(*(self.touch_pool(name, digests) for name, digests in calls))
+        await asyncio.gather(*(self.touch_pool(name, pages) for name, pages in calls))
 
-    async def touch_pool(self, name: str, digests: Sequence[bytes]) -> None:
-        for start in range(0, len(digests), SLICE_PAGES):
+    async def touch_pool(self, name: str, pages: Sequence[PlacedPage]) -> None:
+        for start in range(0, len(pages), SLICE_PAGES):
             pool = self._pools.get(name)
             if pool is None or not pool.guard.touchable:
                 return
             with suppress(ClosedError):
-                await pool.guard.touch(_keys(pool, digests[start : start + SLICE_PAGES]))
+                await pool.guard.touch(_keys(pool, pages[start : start + SLICE_PAGES]))
             await asyncio.sleep(0)  # engines in memory do not suspend
 
     async def put(self, work: StorageWrite) -> list[BatchResult]:
-        calls = [self.move(name, *pages, put=True) for name, pages in work.pages.items()]
+        calls = [self.move(name, pages, slots, put=True) for name, (pages, slots) in work.pages.items()]
         return [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)  # usually no task
 
     def read_limits(self, component_id: int) -> tuple[int, int, int]:
@@ -314,8 +316,8 @@ class StoragePools:
 
         Notes in `read` which stage of a chain each page came from.
         """
-        digests, slots = read.digests, read.slots
-        calls = [self.move(name, digests, slots, put=False) for name in self._sharing(read.component_id)]
+        pages, slots = read.placed, read.slots
+        calls = [self.move(name, pages, slots, put=False) for name in self._sharing(read.component_id)]
         batches = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
         outcomes = worst_outcomes([batch.outcomes for batch in batches])
         for batch in batches:
@@ -324,7 +326,7 @@ class StoragePools:
         return outcomes, [batch for batch in batches if batch.lingering is not None]
 
     async def move(
-        self, name: str, digests: Sequence[bytes], slots: Sequence[int], *, put: bool
+        self, name: str, pages: Sequence[PlacedPage], slots: Sequence[int], *, put: bool
     ) -> BatchResult:
         """Put or get the pages of one pool, in slices with loop iterations in between.
 
@@ -335,16 +337,16 @@ class StoragePools:
         if pool is None:
             return BatchResult([refused] * len(slots))
         if put and not pool.writes:
-            pool.guard.repaired(_keys(pool, digests))
+            pool.guard.repaired(_keys(pool, pages))
             return BatchResult([Outcome.EXISTS] * len(slots))  # or will: another rank writes it
         call = pool.guard.put if put else pool.guard.get
         batches: list[BatchResult] = []
         try:
-            if len(digests) <= SLICE_PAGES:
-                return await call(_keys(pool, digests), slots)
-            for start in range(0, len(digests), SLICE_PAGES):
+            if len(pages) <= SLICE_PAGES:
+                return await call(_keys(pool, pages), slots)
+            for start in range(0, len(pages), SLICE_PAGES):
                 end = start + SLICE_PAGES
-                batches.append(await call(_keys(pool, digests[start:end]), slots[start:end]))
+                batches.append(await call(_keys(pool, pages[start:end]), slots[start:end]))
                 await asyncio.sleep(0)
         except ClosedError:  # it was detached meanwhile; an engine may still use the slots of earlier parts
             answered = sum(len(batch.outcomes) for batch in batches)
@@ -352,8 +354,10 @@ class StoragePools:
         return _as_one(batches)
 
 
-def _keys(pool: StoredPool, digests: Sequence[bytes]) -> list[ObjectKey]:
-    return list(map(pool.binding.key, digests))
+def _keys(pool: StoredPool, pages: Sequence[PlacedPage]) -> list[ObjectKey]:
+    if pool.guard.object_pages > 1:
+        return list(map(pool.binding.placed_key, pages))
+    return [pool.binding.key(page.digest) for page in pages]
 
 
 def _as_one(batches: Sequence[BatchResult]) -> BatchResult:

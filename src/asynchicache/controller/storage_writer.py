@@ -15,6 +15,7 @@ from asynchicache.controller.presence_queries import PresenceQueries
 from asynchicache.controller.storage_pools import SLICE_PAGES, AttachedStorage, Presence, StoragePools, linger
 from asynchicache.controller.write_budget import WriteBudget
 from asynchicache.errors import UsageError
+from asynchicache.hashing import placed_pages
 from asynchicache.planner.actions import StorageWrite
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.promises import PromisedPrefix
@@ -130,7 +131,7 @@ class StorageWriter:
         if not self._used:
             return
         used, self._used = self._used, {}
-        uses = self._backups.digests_to_touch(used)
+        uses = self._backups.pages_to_touch(used)
         self._pause = max(_LEAST_PAUSE, sum(map(len, uses.values())) / _USES_A_SECOND)
         await self._storage.touch(uses)
 
@@ -266,7 +267,7 @@ class StorageWriter:
     async def _ask(self, component_id: int, digests: Sequence[bytes], pages: Sequence[int]) -> Presence:
         if isinstance(pages, range):
             return await self._presence.ask(component_id, digests, pages, fresh=True)
-        return await self._storage.exists(component_id, [digests[page] for page in pages], fresh=True)
+        return await self._storage.exists(component_id, placed_pages(digests, pages), fresh=True)
 
     def write_lost(self, node: Node) -> None:
         """Rewrite what storage has lost of the path to `node`, though it is marked stored."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from asynchicache.hashing import PlacedPage
 from asynchicache.planner.request_state import RequestState
 from asynchicache.tracing import Span, Tracer
 from asynchicache.tree.node import Locks, Node
@@ -84,7 +85,7 @@ class StorageWrite:
     `BackupPlanner.write_finished` takes the result; `BackupPlanner.finish` releases the locks.
 
     Attributes:
-        pages: by pool, the digests and the host slots of the pages.
+        pages: by pool, the pages and their host slots.
         marks: nodes marked stored when the write begins, so that they are not written twice.
         locks: host slots kept during the write.
         forgotten: `BackupPlanner.forgotten` when the write began. If it has changed since, the pages may not
@@ -92,6 +93,6 @@ class StorageWrite:
     """
 
     forgotten: int
-    pages: dict[str, tuple[list[bytes], list[int]]] = field(default_factory=dict)
+    pages: dict[str, tuple[list[PlacedPage], list[int]]] = field(default_factory=dict)
     marks: list[StoredSpan] = field(default_factory=list)
     locks: Locks = field(default_factory=list)

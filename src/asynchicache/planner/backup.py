@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 
+from asynchicache.hashing import PlacedPage
 from asynchicache.planner.actions import Copy, StorageWrite, StoredSpan
 from asynchicache.planner.activity import Activity
 from asynchicache.planner.inventory import SlotInventory
@@ -301,16 +302,18 @@ class BackupPlanner:
     def _add(self, work: StorageWrite, node: Node, component_id: int) -> None:
         place = place_of(component_id, Tier.HOST)
         held = node.slots_at(place)
-        digests = self._tree.digests(node)[-len(held) :]  # of all its pages; for a state, of the last one
+        pages = self._tree.placed(node)[-len(held) :]  # all of its pages; for a state, the last one
         if self._there:
             left = [
-                pair for pair in zip(digests, held, strict=True) if (component_id, pair[0]) not in self._there
+                pair
+                for pair in zip(pages, held, strict=True)
+                if (component_id, pair[0].digest) not in self._there
             ]
-            self._there.difference_update((component_id, digest) for digest in digests)
-            digests, held = [digest for digest, _ in left], [slot for _, slot in left]
+            self._there.difference_update((component_id, page.digest) for page in pages)
+            pages, held = [page for page, _ in left], [slot for _, slot in left]
         for pool in self._inventory.sharing(component_id):
-            keys, slots = work.pages.setdefault(pool, ([], []))
-            keys += digests
+            before, slots = work.pages.setdefault(pool, ([], []))
+            before += pages
             slots += held
         node.stored |= 1 << component_id
         work.marks.append(StoredSpan(node, component_id, node.count_slots(place)))
@@ -393,18 +396,18 @@ class BackupPlanner:
             for place in self._tree.places
         )
 
-    def digests_to_touch(self, ends: Iterable[Node]) -> dict[int, list[bytes]]:
-        """Digests of stored pages on the used paths, in the order in which an engine should touch them.
+    def pages_to_touch(self, ends: Iterable[Node]) -> dict[int, list[PlacedPage]]:
+        """Stored pages on the used paths, in the order in which an engine should touch them.
 
         Args:
             ends: the ends of the paths, the last used one last.
 
         Returns:
-            By component, digests, the least recently used first. The end of a path comes before its
+            By component, pages, the least recently used first. The end of a path comes before its
             beginning, so that an LRU engine keeps beginnings.
         """
         seen: set[tuple[Node, int]] = set()
-        newest: dict[int, list[bytes]] = {}
+        newest: dict[int, list[PlacedPage]] = {}
         for end in reversed(list(ends)):
             parts = {FULL: [*end.path()]}
             for component in self._tree.components:
@@ -414,10 +417,10 @@ class BackupPlanner:
                 seen.update((node, component_id) for node in fresh)
                 found = newest.setdefault(component_id, [])
                 for node in reversed(fresh):
-                    found += self._tree.digests(node)[-(1 if component_id in self._states else node.pages) :]
-        for digests in newest.values():
-            digests.reverse()
-        return {component_id: digests for component_id, digests in newest.items() if digests}
+                    found += self._tree.placed(node)[-(1 if component_id in self._states else node.pages) :]
+        for pages in newest.values():
+            pages.reverse()
+        return {component_id: pages for component_id, pages in newest.items() if pages}
 
     def pages_marked_stored(
         self, node: Node, earlier: Sequence[Node] = ()

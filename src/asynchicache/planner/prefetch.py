@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count, groupby, takewhile
 from operator import attrgetter
 
-from asynchicache.hashing import common_pages, page_digests, tail_digests
+from asynchicache.hashing import common_pages, page_digests, placed_pages, tail_digests
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.backup import BackupPlanner
 from asynchicache.planner.inventory import SlotInventory
@@ -411,7 +411,7 @@ class PrefetchPlanner:
                     read.waiters.append(other)
             other.unanswered += len(dropped)
             other.joined |= bool(dropped) and other is not reading
-        return StorageRead(component_id, begun)
+        return StorageRead(component_id, begun, placed_pages(digests, pages))
 
     @staticmethod
     def _present_flags(query: StorageQuery, component_id: int) -> bytes | bytearray:

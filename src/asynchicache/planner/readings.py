@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from asynchicache.hashing import PlacedPage
 from asynchicache.planner.actions import Copy
 from asynchicache.planner.request_state import RequestState
 from asynchicache.tree.node import Locks, Node
@@ -115,20 +116,17 @@ class StorageRead:
     Attributes:
         component_id: the component.
         pages: in the order of the path.
+        placed: the same pages, as storage is asked for them.
     """
 
     component_id: int
     pages: list[PageRead]
+    placed: list[PlacedPage]
 
     @property
     def slots(self) -> list[int]:
         """The host slots to read into."""
         return [page.slot for page in self.pages]
-
-    @property
-    def digests(self) -> list[bytes]:
-        """Digests of the pages to read."""
-        return [page.key[1] for page in self.pages]
 
 
 @dataclass(frozen=True, slots=True)

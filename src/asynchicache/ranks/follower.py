@@ -46,7 +46,7 @@ from asynchicache.ranks.messages import (
     WriteEntry,
     pack_outcomes,
     pack_slots,
-    unpack_digests,
+    unpack_pages,
     unpack_slots,
 )
 from asynchicache.ranks.running import RunningOperations
@@ -330,12 +330,12 @@ class RankFollower:
                 await self._move(entry.operation, entry.pages, put=True)
             case ExistsEntry():
                 names = [name for name in entry.pools if name in self._pools]
-                digests = unpack_digests(entry.digests)
-                flags, reason = await self._storage.exists_in_all(names, digests, entry.fresh)
+                pages = unpack_pages(entry.pages)
+                flags, reason = await self._storage.exists_in_all(names, pages, entry.fresh)
                 self._answer(PresenceAnswer(entry.operation, flags, REASONS.index(reason)))
             case TouchEntry():
-                for page in entry.pages:
-                    await self._storage.touch_pool(page.pool, unpack_digests(page.digests))
+                for one in entry.pages:
+                    await self._storage.touch_pool(one.pool, unpack_pages(one.pages))
             case ClearEntry():
                 await self._clear(entry.operation)
             case EpochEntry():
@@ -371,13 +371,13 @@ class RankFollower:
             self._answer(LateAnswer(operation, not any(call.cancelled() for call in late)))
 
     async def _move_pool(self, pages: PoolPages, *, put: bool) -> BatchResult:
-        digests = unpack_digests(pages.digests)
+        placed = unpack_pages(pages.pages)
         if pages.pool not in self._pools:  # of another pipeline stage: nothing to do is done
-            return BatchResult([Outcome.EXISTS if put else Outcome.HIT] * len(digests))
+            return BatchResult([Outcome.EXISTS if put else Outcome.HIT] * len(placed))
         slots = unpack_slots(pages.slots)
         if not put and self._copies.audit is not None:
             self._copies.audit.forget(pages.pool, slots)
-        return await self._storage.move(pages.pool, digests, slots, put=put)
+        return await self._storage.move(pages.pool, placed, slots, put=put)
 
 
 def _late(pages: PoolPages, batch: BatchResult) -> PoolPages:

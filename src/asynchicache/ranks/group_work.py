@@ -16,6 +16,7 @@ from asynchicache.controller.storage_pools import (
     worst_outcomes,
 )
 from asynchicache.errors import RankProtocolError, StorageError
+from asynchicache.hashing import PlacedPage
 from asynchicache.planner.actions import StorageWrite
 from asynchicache.planner.readings import StorageRead
 from asynchicache.ranks.leader import Answers, RankLeader
@@ -26,6 +27,7 @@ from asynchicache.ranks.messages import (
     OutcomesAnswer,
     PoolPages,
     PresenceAnswer,
+    pack_pages,
     pack_slots,
     unpack_outcomes,
 )
@@ -176,17 +178,17 @@ class GroupStorage(SharedStorage):
         self._leader = leader
         self._seconds = seconds
 
-    async def exists_in_all(self, names: Iterable[str], digests: Sequence[bytes], fresh: bool) -> Presence:
+    async def exists_in_all(self, names: Iterable[str], pages: Sequence[PlacedPage], fresh: bool) -> Presence:
         if not self:  # detached, as while the weights change: what followers have now is of no use
-            return await super().exists_in_all(names, digests, fresh)
+            return await super().exists_in_all(names, pages, fresh)
         names = list(names)
-        asking = self._leader.exists(names, b"".join(digests), self._seconds, fresh=fresh)
-        here, answers = await asyncio.gather(super().exists_in_all(names, digests, fresh), asking)
+        asking = self._leader.exists(names, pack_pages(pages), self._seconds, fresh=fresh)
+        here, answers = await asyncio.gather(super().exists_in_all(names, pages, fresh), asking)
         flags, reason = here
         for rank in self._leader.ranks:
             answer, _ = answers.get(rank, _NO_ANSWER)
             if not isinstance(answer, PresenceAnswer) or len(answer.flags) != len(flags):
-                return Presence(bytes(len(digests)), MissReason.STORAGE_FAILED)
+                return Presence(bytes(len(pages)), MissReason.STORAGE_FAILED)
             flags = bytes(map(and_, flags, answer.flags))
             if answer.reason and reason is MissReason.NONE:
                 reason = REASONS[answer.reason]
@@ -197,15 +199,15 @@ class GroupStorage(SharedStorage):
             return await super().put(work)
         if self._leader.failure is not None:  # a rank that is only slow may still write to shared host memory
             return [BatchResult([Outcome.REJECTED] * len(slots)) for _, slots in work.pages.values()]
-        pages = [_pages(pool, digests, slots) for pool, (digests, slots) in work.pages.items()]
-        here, answers = await asyncio.gather(super().put(work), self._leader.write(pages, self._seconds))
+        calls = [_pages(pool, pages, slots) for pool, (pages, slots) in work.pages.items()]
+        here, answers = await asyncio.gather(super().put(work), self._leader.write(calls, self._seconds))
         return [self._merged(batch, index, answers) for index, batch in enumerate(here)]
 
     async def get(self, read: StorageRead) -> tuple[list[Outcome], list[BatchResult]]:
         if not self:
             return await super().get(read)
         pools = list(self._sharing(read.component_id))
-        pages = [_pages(name, read.digests, read.slots) for name in pools]
+        pages = [_pages(name, read.placed, read.slots) for name in pools]
         (outcomes, late), answers = await asyncio.gather(
             super().get(read), self._leader.read(pages, self._seconds)
         )
@@ -256,13 +258,13 @@ class GroupStorage(SharedStorage):
             here += answer.count
         return here
 
-    async def touch(self, uses: Mapping[int, Sequence[bytes]]) -> None:
+    async def touch(self, uses: Mapping[int, Sequence[PlacedPage]]) -> None:
         self._leader.touch(
             [
-                PoolPages(name, b"".join(digests[at : at + SLICE_PAGES]))
-                for component_id, digests in uses.items()
+                PoolPages(name, pack_pages(pages[at : at + SLICE_PAGES]))
+                for component_id, pages in uses.items()
                 for name in self._sharing(component_id)
-                for at in range(0, len(digests), SLICE_PAGES)
+                for at in range(0, len(pages), SLICE_PAGES)
             ]
         )
         await super().touch(uses)
@@ -271,5 +273,5 @@ class GroupStorage(SharedStorage):
 _NO_ANSWER: tuple[FollowerAnswer | None, asyncio.Future[None] | None] = (None, None)
 
 
-def _pages(pool: str, digests: Sequence[bytes], slots: Sequence[int]) -> PoolPages:
-    return PoolPages(pool, b"".join(digests), pack_slots(slots))
+def _pages(pool: str, pages: Sequence[PlacedPage], slots: Sequence[int]) -> PoolPages:
+    return PoolPages(pool, pack_pages(pages), pack_slots(slots))

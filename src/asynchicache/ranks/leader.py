@@ -233,8 +233,8 @@ class RankLeader:
     async def write(self, pages: Sequence[PoolPages], seconds: float) -> Answers:
         return await self._ask(lambda number: WriteEntry(number, list(pages)), seconds)
 
-    async def exists(self, pools: Sequence[str], digests: bytes, seconds: float, *, fresh: bool) -> Answers:
-        return await self._ask(lambda number: ExistsEntry(number, list(pools), digests, fresh), seconds)
+    async def exists(self, pools: Sequence[str], pages: bytes, seconds: float, *, fresh: bool) -> Answers:
+        return await self._ask(lambda number: ExistsEntry(number, list(pools), pages, fresh), seconds)
 
     async def clear(self, seconds: float) -> Answers:
         return await self._ask(ClearEntry, seconds)

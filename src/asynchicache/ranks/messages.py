@@ -1,25 +1,28 @@
 """What the leader and its followers say to each other: tagged structs, encoded as msgpack.
 
 The leader's log is a sequence of entries. A follower answers each entry that has an operation number exactly
-once, and once more if an engine was late. Slots are sent as runs, digests as one string of 40 bytes each.
+once, and once more if an engine was late. Slots are sent as runs, pages as one string of 81 bytes each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from struct import Struct
 from typing import TypeAlias
 
 import msgspec
 
 from asynchicache.errors import RankProtocolError
-from asynchicache.hashing import DIGEST_BYTES
+from asynchicache.hashing import DIGEST_BYTES, PlacedPage
 from asynchicache.pools.shared import HostHandle
 from asynchicache.ranks.host_sizes import HostNeed
 from asynchicache.types import Direction, MissReason, Outcome, Tier
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of these messages. Both sides of a connection must have the same one."""
+
+_PAGE = Struct(f"{DIGEST_BYTES}s{DIGEST_BYTES}sB")
 
 OUTCOMES = tuple(Outcome)
 REASONS = tuple(MissReason)
@@ -50,14 +53,19 @@ def unpack_slots(runs: Sequence[int]) -> list[int]:
     )
 
 
-def unpack_digests(joined: bytes) -> list[bytes]:
+def pack_pages(pages: Iterable[PlacedPage]) -> bytes:
+    """Pages as one string: digest, group and place of each."""
+    return b"".join(_PAGE.pack(*page) for page in pages)
+
+
+def unpack_pages(joined: bytes) -> list[PlacedPage]:
     """
     Raises:
-        RankProtocolError: the length is not a multiple of a digest's.
+        RankProtocolError: the length is not a multiple of a page's.
     """
-    if len(joined) % DIGEST_BYTES:
-        raise RankProtocolError(f"{len(joined)} bytes are not digests of {DIGEST_BYTES} bytes each")
-    return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
+    if len(joined) % _PAGE.size:
+        raise RankProtocolError(f"{len(joined)} bytes are not pages of {_PAGE.size} bytes each")
+    return [PlacedPage(*fields) for fields in _PAGE.iter_unpack(joined)]
 
 
 def pack_outcomes(outcomes: Iterable[Outcome]) -> bytes:
@@ -83,10 +91,10 @@ class TransferRuns(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PoolPages(msgspec.Struct, frozen=True, array_like=True):
-    """Pages of one pool: digests and, for reads and writes, the host slots as runs."""
+    """Pages of one pool: `pack_pages` of them and, for reads and writes, the host slots as runs."""
 
     pool: str
-    digests: bytes
+    pages: bytes
     slots: list[int] = []
 
 
@@ -140,7 +148,7 @@ class ExistsEntry(msgspec.Struct, frozen=True, tag="exists", array_like=True):
 
     operation: int
     pools: list[str]
-    digests: bytes
+    pages: bytes
     fresh: bool = False
 
 

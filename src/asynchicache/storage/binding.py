@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, Self
 from xxhash import xxh3_64, xxh3_64_digest
 
 from asynchicache.errors import ConfigError, UsageError
-from asynchicache.hashing import DIGEST_BYTES, HASH_BYTES, ObjectKey
+from asynchicache.hashing import DIGEST_BYTES, HASH_BYTES, ObjectKey, PlacedKey, PlacedPage
 from asynchicache.layouts import HEADER_BYTES, SlotLayout
 from asynchicache.types import Outcome
 
@@ -137,6 +137,10 @@ class SlotBinding:
         other = copy(self)
         other.header, other.page, other.regions = memory.header, memory.page, memory.regions
         return other
+
+    def placed_key(self, page: PlacedPage) -> PlacedKey:
+        """The key of this pool's page, which says where the page lies on its path."""
+        return PlacedKey.of(self.key(page.digest), page)
 
     def seal(self, slot: int, key: ObjectKey) -> bytes:
         """Write the header for the page now in `slot`.

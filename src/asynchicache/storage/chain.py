@@ -373,6 +373,13 @@ class ChainedPool:
             return failed
         if self.closed:
             await guard.aclose()
+        if stage.policy.write == "leaving" and guard.object_pages > 1:
+            # An engine that gives pages away knows their digests, but not where they lie on their paths.
+            await guard.aclose()
+            raise ConfigError(
+                f"storage stage {stage.stage.name!r}: write='leaving' moves single pages, and this store has "
+                f"up to {guard.object_pages} pages in one object: set its option object_pages = 1"
+            )
         stage.guard = guard
         return None
 
@@ -430,6 +437,11 @@ class ChainedPool:
     def touchable(self) -> bool:
         """Whether any stage wants `touch` calls."""
         return any(guard.touchable for guard in self._guards())
+
+    @property
+    def object_pages(self) -> int:
+        """The most pages that any stage keeps in one object."""
+        return max(guard.object_pages for guard in self._guards())
 
     @property
     def read_limits(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from asynchicache.hashing import ObjectKey
+from asynchicache.hashing import ObjectKey, PlacedPage
 from asynchicache.layouts import SlotLayout
 from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
@@ -168,10 +168,10 @@ class _DividedEngine:
         self, call: Callable[[PoolEngine, list[ObjectKey]], Awaitable[T]], keys: Sequence[ObjectKey]
     ) -> list[T]:
         """Call the engine of each part with its keys."""
-        digests = [key.digest for key in keys]
+        pages = [PlacedPage(key.digest, key.group, key.place) for key in keys]
         return await _all(
             [
-                call(engine, list(map(part.binding.key, digests)))
+                call(engine, list(map(part.binding.placed_key, pages)))
                 for part, engine in zip(self._pool.parts, self._engines, strict=True)
             ]
         )

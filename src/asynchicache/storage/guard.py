@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -324,6 +325,11 @@ class GuardedPool:
         calls = 1 if self._capabilities.immediate else self._capabilities.concurrency
         return calls, self._batch_size(GET)
 
+    @property
+    def object_pages(self) -> int:
+        """The most pages that the engine keeps in one object."""
+        return self._capabilities.object_pages
+
     async def exists(self, keys: Sequence[ObjectKey], *, fresh: bool = False) -> BatchResult:
         """HIT, MISS, FAILED or TIMEOUT for each key.
 
@@ -533,8 +539,7 @@ class GuardedPool:
     async def _call(self, kind: EngineCall, keys: Sequence[ObjectKey], slots: Sequence[int]) -> BatchResult:
         """Call the engine in batches, and return the outcomes of all pages."""
         self._check_keys(keys)
-        step = self._batch_size(kind)
-        cuts = [slice(start, start + step) for start in range(0, len(keys), step)]
+        cuts = self._batches(kind, keys)
         immediate = self._capabilities.immediate
         # Puts have no deadline here: no request waits for them, and the bytes in flight bound them.
         deadline = SlidingDeadline(None if kind is PUT else self._limits.deadline)
@@ -554,6 +559,23 @@ class GuardedPool:
         if kind.updates_presence:
             self._presence.learn(keys, batch)
         return batch
+
+    def _batches(self, kind: EngineCall, keys: Sequence[ObjectKey]) -> list[slice]:
+        """The keys of each engine call. A call ends where an object does, if the next one may not fit."""
+        step = self._batch_size(kind)
+        if self.object_pages == 1 or not kind.moves_pages:
+            return [slice(start, start + step) for start in range(0, len(keys), step)]
+        sizes = [len(list(pages)) for _, pages in groupby(keys, self._capabilities.object_of)]
+        cuts, start, stop = list[slice](), 0, 0
+        for size in sizes:
+            if start < stop and stop + size > start + step:
+                cuts.append(slice(start, stop))
+                start = stop
+            stop += size
+            while stop > start + step:
+                cuts.append(slice(start, start + step))
+                start += step
+        return [*cuts, slice(start, stop)] if start < stop else cuts
 
     def _batch_size(self, kind: EngineCall) -> int:
         """Most keys of one engine call."""

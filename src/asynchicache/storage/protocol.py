@@ -32,13 +32,15 @@ class Capabilities:
         shared: other processes may read and write the same pages.
         batch_pages: most pages that one `get` or `put` handles well.
         batch_keys: most keys that one `exists` or `delete` handles well; these move no pages.
+        object_pages: most pages of a path that the engine keeps in one object. If above 1, keys say where
+            their pages lie (`ObjectKey.group`, `place`), and one call puts all pages of an object if it can.
         concurrency: most concurrent calls that the engine handles well; the core makes as many `exists` calls
             beside them.
         immediate: calls never suspend (memory). The core awaits them directly, without a task, a deadline or
             a permit, and yields to the event loop between batches. A call that suspends has failed.
 
     Raises:
-        ConfigError: `batch_pages`, `batch_keys` or `concurrency` is not an integer above 0.
+        ConfigError: `batch_pages`, `batch_keys`, `object_pages` or `concurrency` is not an integer above 0.
     """
 
     durable: bool
@@ -46,15 +48,22 @@ class Capabilities:
     shared: bool = False
     batch_pages: int = 128
     batch_keys: int = 128
+    object_pages: int = 1
     concurrency: int = 4
     immediate: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("batch_pages", "batch_keys", "concurrency"):
+        for name in ("batch_pages", "batch_keys", "object_pages", "concurrency"):
             value = getattr(self, name)
             check_number(f"capability {name}", value)
             if value < 1:
                 raise ConfigError(f"capability {name} {value} must be above 0")
+
+    def object_of(self, key: ObjectKey) -> tuple[bytes, int]:
+        """Which object of its path a page belongs to: those of one group have up to `object_pages` pages, and
+        one more at the beginning of the path."""
+        beginning = self.object_pages > 1
+        return key.group, max(key.place - beginning, 0) // self.object_pages
 
 
 class PoolBinding(Protocol):

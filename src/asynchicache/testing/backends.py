@@ -25,7 +25,7 @@ from hashlib import sha256, shake_128
 from pathlib import Path
 from typing import Any
 
-from asynchicache.hashing import NO_NAMESPACE, ObjectKey
+from asynchicache.hashing import NO_NAMESPACE, ObjectKey, naming_page, placed_pages
 from asynchicache.layouts import HEADER_BYTES, SlotLayout
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import PoolSpec, TensorSpec
@@ -131,8 +131,10 @@ class PoolUnderTest:
         self.binding.torn.update(key.digest for key in keys)
 
     def keys(self, *names: int) -> list[ObjectKey]:
-        """A key for each number."""
-        return [self.binding.key(NO_NAMESPACE + sha256(b"%d" % name).digest()) for name in names]
+        """A key for each number, which is that of its page on one path."""
+        paged = {*names, *map(naming_page, names)}
+        digests = {name: NO_NAMESPACE + sha256(b"%d" % name).digest() for name in paged}
+        return list(map(self.binding.placed_key, placed_pages(digests, names)))
 
     def fill(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> None:
         """Put each key's bytes into its slot."""

@@ -26,7 +26,7 @@ from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from asynchicache.errors import InternalError
-from asynchicache.hashing import page_digests
+from asynchicache.hashing import PlacedPage, naming_page, page_digests, placed_pages
 from asynchicache.leases import Lease
 from asynchicache.tree.components import Component, End, WindowComponent, make_component, prefix_locks
 from asynchicache.tree.ghosts import Ghosts
@@ -829,6 +829,17 @@ class UnifiedRadixTree:
             current = below
         assert node.digests is not None, "just filled"
         return node.digests
+
+    def placed(self, node: Node) -> list[PlacedPage]:
+        """The node's own pages, and where they lie on its path."""
+        digests, first = self.digests(node), node.end - node.pages
+        above, head = node, naming_page(first)
+        while above.end - above.pages > head:
+            assert above.parent is not None, "a path begins at page 0"
+            above = above.parent
+        named = {head: self.digests(above)[head - (above.end - above.pages)]}
+        named.update((first + index, digest) for index, digest in enumerate(digests))
+        return placed_pages(named, range(first, node.end))
 
     # --- leases ---
 

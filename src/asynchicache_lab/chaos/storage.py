@@ -14,7 +14,7 @@ from typing import Any
 from asynchicache.backends.memory import MemoryBackend, MemoryEngine
 from asynchicache.cache import BaseCache
 from asynchicache.controller.inspection import Inspection
-from asynchicache.hashing import ObjectKey, page_digests
+from asynchicache.hashing import GROUP_PAGES, ObjectKey, page_digests
 from asynchicache.ports import Port
 from asynchicache.storage.breaker import BreakerState
 from asynchicache.storage.chain import Promotion, Stage, StagePolicy, StorageChain
@@ -146,6 +146,7 @@ class ChaosStorage:
             own,
             concurrency=link.concurrency or own.concurrency,
             batch_pages=link.batch_pages or own.batch_pages,
+            object_pages=GROUP_PAGES,  # so that keys say where their pages lie, which is checked
         )
 
     # Stored pages and past faults
@@ -404,12 +405,19 @@ class _VerifyingEngine(EngineWrapper):
         self._pages = pages
         self._ledger = ledger
 
+    async def call(self, verb: str, *arguments: Any) -> Any:
+        if arguments and isinstance(arguments[0], Sequence):
+            self._check_places(arguments[0])
+        return await super().call(verb, *arguments)
+
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        self._check_places(keys)
         outcomes = await self._engine.get(keys, slots)
         self._tell(keys, outcomes)
         return outcomes
 
     async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
+        self._check_places(keys)
         binding = self._binding
         for key, slot in zip(keys, slots, strict=True):
             if not self._pages.put(binding.pool, binding.page(slot), key):
@@ -419,6 +427,12 @@ class _VerifyingEngine(EngineWrapper):
         outcomes = await self._engine.put(keys, slots)
         self._tell(keys, outcomes)
         return outcomes
+
+    def _check_places(self, keys: Sequence[ObjectKey]) -> None:
+        self._ledger.violations.extend(
+            f"wrong place: page {key.place} of a group is asked for at another one: {key.text()}"
+            for key in self._store.misplaced(keys)
+        )
 
     def _tell(self, keys: Sequence[ObjectKey], outcomes: Sequence[Outcome]) -> None:
         """Report used pages that the store could not see itself."""

@@ -39,8 +39,14 @@ class ChaosStore(MemoryStore):
     def __init__(self, capacity_bytes: int | None = None) -> None:
         super().__init__(capacity_bytes)
         self.keeper: StoreObserver | None = None
+        self._placed: dict[bytes, tuple[bytes, int]] = {}
         self._watchers: list[Gone] = []
         self._making_room = False
+
+    def misplaced(self, keys: Iterable[ObjectKey]) -> list[ObjectKey]:
+        """Keys that say another place of their page than an earlier key did."""
+        places = ((key, (key.group, key.place)) for key in keys)
+        return [key for key, place in places if self._placed.setdefault(key.digest, place) != place]
 
     @contextmanager
     def watched(self, gone: Gone) -> Iterator[None]:

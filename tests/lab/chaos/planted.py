@@ -15,10 +15,11 @@ import pytest
 
 from asynchicache.controller.executor import Executor
 from asynchicache.controller.prefetcher import Prefetcher
+from asynchicache.controller.presence_queries import PresenceQuery
 from asynchicache.controller.request import BaseRequest, Request
 from asynchicache.controller.storage_writer import StorageWriter
 from asynchicache.failure_log import FailureLog
-from asynchicache.hashing import namespace_seed, page_digests, pool_fingerprint
+from asynchicache.hashing import PlacedPage, namespace_seed, page_digests, pool_fingerprint
 from asynchicache.planner import inventory
 from asynchicache.planner.activity import Activity
 from asynchicache.planner.backup import BackupPlanner
@@ -631,12 +632,22 @@ def storage_is_not_told_of_uses_in_memory(patch: Patch) -> None:
 
 @bug
 def beginnings_are_told_of_first(patch: Patch) -> None:
-    uses = BackupPlanner.digests_to_touch
+    uses = BackupPlanner.pages_to_touch
 
-    def reversed_uses(self: BackupPlanner, ends: Any) -> dict[int, list[bytes]]:
-        return {component_id: digests[::-1] for component_id, digests in uses(self, ends).items()}
+    def reversed_uses(self: BackupPlanner, ends: Any) -> dict[int, list[PlacedPage]]:
+        return {component_id: pages[::-1] for component_id, pages in uses(self, ends).items()}
 
-    patch.setattr(BackupPlanner, "digests_to_touch", reversed_uses)
+    patch.setattr(BackupPlanner, "pages_to_touch", reversed_uses)
+
+
+@bug
+def tails_are_asked_for_a_page_too_late(patch: Patch) -> None:
+    placed = PresenceQuery.placed
+
+    def later(self: PresenceQuery) -> list[PlacedPage]:
+        return [page._replace(place=page.place + (self.before is not None)) for page in placed(self)]
+
+    patch.setattr(PresenceQuery, "placed", later)
 
 
 @bug
