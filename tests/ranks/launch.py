@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from forking import start
@@ -40,7 +41,8 @@ class Follower:
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has ended, and this loop has not read so yet
+                os.kill(self.pid, number)
 
 
 async def launch(script: str, *arguments: str, piped: bool = False, quiet: bool = False) -> Follower:
