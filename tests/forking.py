@@ -26,9 +26,10 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
+from uuid import uuid4
 
 TESTS = Path(__file__).parent
-RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid4().hex)  # nobody can make its folder before
 DOOR = Path(gettempdir(), f"asynchicache-tests-{RUN}", "door")
 PRELOADED = (
     "pytest",
