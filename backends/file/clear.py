@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from asynchicache.backends.file.folder import MANIFEST, StoreFolder, pages_files, read, sync_folder
+from asynchicache.backends.file.folder import (
+    LABEL,
+    LABEL_DRAFT,
+    MANIFEST,
+    StoreFolder,
+    pages_files,
+    read,
+    sync_folder,
+)
 from asynchicache.errors import StorageError
 
 
@@ -42,7 +50,7 @@ def clear_store(path: Path, pool: str = "", fingerprint: str = "") -> Cleared:
     try:
         there = folder.pools()
         going = [found for found in there if _fits(found, pool, fingerprint.lower())]
-        size = sum(map(_remove, going))
+        size = sum(map(remove_pool, going))
         sync_folder(path)
     except StorageError:
         raise
@@ -62,9 +70,10 @@ def _fits(folder: Path, pool: str, fingerprint: str) -> bool:
     return pool in ("", manifest.pool) and manifest.fingerprint.startswith(fingerprint)
 
 
-def _remove(folder: Path) -> int:
+def remove_pool(folder: Path) -> int:
     """Remove a pool's files; returns their bytes. The manifest goes last, so a crash leaves a valid pool."""
-    there = [file for file in (*pages_files(folder), folder / MANIFEST) if file.is_file()]
+    small = (folder / name for name in (LABEL_DRAFT, LABEL, MANIFEST))
+    there = [file for file in (*pages_files(folder), *small) if file.is_file()]
     size = sum(file.stat().st_size for file in there)
     for file in there:
         file.unlink()

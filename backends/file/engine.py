@@ -220,6 +220,10 @@ class FileEngine:
         self._check_open()
         return await self._in_thread(partial(self._store.leaving, pages))
 
+    async def label(self, label: bytes) -> None:
+        if not self._store.read_only:
+            await self._in_thread(partial(self._store.label, label))
+
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         return await self._in_thread(partial(self._delete, keys))
 

@@ -243,6 +243,9 @@ _LOCK = "LOCK"
 MANIFEST = "pool.json"
 """Name of the manifest in a pool's folder; it is written before any other file there."""
 MANIFEST_DRAFT = f"{MANIFEST}.new"
+LABEL = "label.json"
+"""Name of a pool's label, see `storage.labels`; the store works without it."""
+LABEL_DRAFT = f"{LABEL}.new"
 _OURS = frozenset({_FORMAT, _FORMAT_DRAFT, _LOCK})
 
 _POOL = re.compile(r"[a-z0-9_]+")
@@ -421,6 +424,25 @@ def read_small(path: Path, most: int) -> bytes:
     if len(content) > most:
         raise OverflowError(f"it has more than {most} bytes")
     return content
+
+
+def read_label_file(folder: Path) -> bytes | None:
+    """A pool's label; None if there is none that can be read."""
+    try:
+        check_file(folder / LABEL)
+        return read_small(folder / LABEL, _MAX_BYTES)
+    except (OSError, OverflowError, StorageError):
+        return None
+
+
+def write_label_file(folder: Path, label: bytes) -> None:
+    """Keep a pool's label. Not durably: after a power cut the next one comes.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    (folder / LABEL_DRAFT).write_bytes(label)
+    (folder / LABEL_DRAFT).replace(folder / LABEL)
 
 
 def pages_files(folder: Path) -> list[Path]:

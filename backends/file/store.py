@@ -16,7 +16,7 @@ from asynchicache.backends.file.budget import Budget
 from asynchicache.backends.file.commits import Commits
 from asynchicache.backends.file.dependencies import PoolDependencies
 from asynchicache.backends.file.entries import PageReader, recover
-from asynchicache.backends.file.folder import MANIFEST, Manifest
+from asynchicache.backends.file.folder import MANIFEST, Manifest, write_label_file
 from asynchicache.backends.file.index import PageIndex, StoredPage
 from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.writer import GroupWriter, WriteBatch
@@ -143,6 +143,14 @@ class PoolStore:
             lost = [(digest, slot) for digest, slot in self.index.pages() if not self.segments.holds(slot)]
             self.segments.lengthen(self.index.slots)
         return sum(self.drop(lost))
+
+    def label(self, label: bytes) -> None:
+        """Keep the pool's label.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_label_file(self._folder, label)
 
     def in_place(self) -> bool:
         """Whether the files are where a restart looks for them."""

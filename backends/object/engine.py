@@ -20,7 +20,7 @@ from obstore.store import MemoryStore
 
 from asynchicache.backends.compute import over_page
 from asynchicache.backends.object.finder import Found, PageFinder, Whereabouts
-from asynchicache.backends.object.objects import StoredObject, object_alone, object_of
+from asynchicache.backends.object.objects import LABEL, StoredObject, object_alone, object_of
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.requests import Requests, failed, noting
 from asynchicache.backends.object.stores import FAILURES, refuses_writes, summary
@@ -158,6 +158,19 @@ class ObjectEngine:
                 f"{self._options.url}: {outcomes.count(Outcome.FAILED)} objects cannot be deleted"
             )
         return len({page for one in stored for page in one.each()})
+
+    async def label(self, label: bytes) -> None:
+        """
+        Raises:
+            StorageError: the store does not answer, or refuses.
+        """
+        if self._options.read_only:
+            return
+        path = f"{self._finder.folder}/{LABEL}"
+        try:
+            await obstore.put_async(self._requests.store, path, label, use_multipart=False)
+        except FAILURES as error:
+            raise StorageError(f"{self._options.url}: {summary(error)}") from error
 
     # Reading
 

@@ -14,6 +14,9 @@ from typing import NamedTuple, Self
 
 from asynchicache.hashing import DIGEST_BYTES, NAMESPACE_BYTES, ObjectKey
 
+LABEL = "label.json"
+"""Name of a pool's label in its folder, beside its pages."""
+
 _ID_BYTES = 6  # two pages of one place and group are taken for each other once in 10^14
 _ID_LETTERS = 8
 _FILE_LETTERS = 192  # of a name's part; folders allow 255

@@ -6,7 +6,7 @@ The only module that reads the environment.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import entry_points
@@ -25,6 +25,7 @@ from asynchicache.planner.options import PlannerOptions, PrefetchOptions, WriteW
 from asynchicache.ports import Port
 from asynchicache.storage.chain import Stage, StageName, StagePolicy, StorageChain
 from asynchicache.storage.deadlines import as_storage_error
+from asynchicache.storage.labels import Inventory
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.transfer.paths import CopyPath
@@ -40,6 +41,9 @@ _OWN_BACKENDS = {
     for name in ("memory", "file", "hf3fs", "mooncake", "object", "redis")
 }
 """Found without installed metadata too: a source tree on the path has none."""
+
+_LISTED = ("file", "object")
+"""Backends with an inventory."""
 
 _EXTRAS = {
     "hf3fs": "asynchicache[hf3fs]",
@@ -364,7 +368,23 @@ def open_backend(name: str, options: Mapping[str, object], port: Port) -> Storag
     return backend
 
 
-def load_factory(name: str, value: str) -> OpenBackend:
+def open_inventory(name: str, options: Mapping[str, object], port: Port, *, writes: bool) -> Inventory:
+    """What lists all pools of a store, whoever they belong to.
+
+    Raises:
+        ConfigError: there is no such backend, it cannot list its pages, or its options do not fit.
+        StorageError: the store cannot be used.
+    """
+    if name not in _OWN_BACKENDS:
+        raise ConfigError(f"storage {name!r} is none of {sorted(_OWN_BACKENDS)}")
+    if name not in _LISTED:
+        raise ConfigError(f"storage {name!r} cannot be listed; {' and '.join(_LISTED)} can")
+    factory = load_factory(name, f"asynchicache.backends.{name}.inventory:open_inventory")
+    with as_storage_error(f"opening storage {name!r}"):
+        return cast("Inventory", factory(options, port, writes=writes))
+
+
+def load_factory(name: str, value: str) -> Callable[..., Any]:
     """What opens the backend `name`, imported now.
 
     Args:
@@ -386,7 +406,7 @@ def load_factory(name: str, value: str) -> OpenBackend:
             raise ConfigError(f"storage {name!r}: entry point {value!r} names nothing: {error}") from error
     if not callable(found):
         raise ConfigError(f"storage {name!r}: entry point {value!r} names {found!r}, no function")
-    return cast("OpenBackend", found)
+    return cast("Callable[..., Any]", found)
 
 
 __all__ = [

@@ -581,7 +581,14 @@ async def attach_storage(
             storage, lambda one: DividedStorage(one, _divided(spec, config, hosts), port), port
         )
     return await AttachedStorage.open(
-        storage, bindings, port, config.storage_limits, owned=owned, read_only=others
+        storage,
+        bindings,
+        port,
+        config.storage_limits,
+        owned=owned,
+        read_only=others,
+        model=spec.model,
+        weight_version=config.weight_version or "",
     )
 
 

@@ -62,6 +62,9 @@ class Everything(Required):
         self.asked.append("confirm")
         return bytearray(len(keys))
 
+    async def label(self, label: bytes) -> None:
+        self.asked.append("label")
+
     async def leaving(self, pages: int) -> list[ObjectKey]:
         self.asked.append("leaving")
         return []

@@ -58,8 +58,20 @@ COMMANDS: tuple[Command, ...] = (
         f"{_CLI}.stores:verify",
     ),
     Command(
+        ("ls",),
+        "what a store has: pools, models, weights, pages, and until when they are in use",
+        f"{_CLI}.options:ListOptions",
+        f"{_CLI}.stores:list_pools",
+    ),
+    Command(
+        ("gc",),
+        "remove the pools of a store that no cache has used for a while",
+        f"{_CLI}.options:GcOptions",
+        f"{_CLI}.stores:collect",
+    ),
+    Command(
         ("clear",),
-        "remove some pools of a file store, and nothing else",
+        "remove some pools of a store, and nothing else",
         f"{_CLI}.options:ClearOptions",
         f"{_CLI}.stores:clear",
     ),

@@ -1,5 +1,5 @@
-"""The command line: `asynchicache serve | top | doctor | verify | clear | replay`, and in a checkout the
-laboratory's `demo | bench | chaos | soak`.
+"""The command line: `asynchicache serve | top | doctor | ls | verify | clear | gc | replay`, and in a
+checkout the laboratory's `demo | bench | chaos | soak`.
 
 Exit codes: 0 the command ran and what it checked held; 1 a violation, or the command could not run; 2 bad
 arguments; 130 interrupted.

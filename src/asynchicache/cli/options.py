@@ -139,6 +139,55 @@ class TopOptions(CommandOptions, frozen=True):
     seed: int = 0
 
 
+_REMOTE = {"rediss": "redis", "valkey": "redis", "valkeys": "redis", "unix": "redis", "mooncake": "mooncake"}
+
+
+_FILTERS = ("pool", "fingerprint", "model", "version", "namespace")
+
+
+class StoreOptions(CommandOptions, frozen=True):
+    """Which store is meant, and which of its pools."""
+
+    path: Annotated[str, about("folder of a file store, or URL of an object store", positional=True)] = ""
+    option: Annotated[tuple[str, ...], about("an option of the storage engine, as name=value")] = ()
+    pool: Annotated[str, about("only pools of this name")] = ""
+    fingerprint: Annotated[str, about("only pools whose fingerprint begins with this, in hex")] = ""
+    model: Annotated[str, about("only pools of this model")] = ""
+    version: Annotated[str, about("only pools of this weight version")] = ""
+    namespace: Annotated[str, about("only pages of this namespace, such as a tenant")] = ""
+    seed: int = 0
+
+    def check(self) -> None:
+        if set(self.fingerprint) - set(hexdigits):
+            raise ConfigError(f"--fingerprint {self.fingerprint!r} must be hexadecimal digits")
+
+    @property
+    def selects(self) -> bool:
+        """Whether not all pools are meant."""
+        return any(getattr(self, name) for name in _FILTERS)
+
+    def engine(self) -> tuple[str, dict[str, object]]:
+        """The storage engine and its options."""
+        scheme, found, _ = self.path.partition("://")
+        options = named_values("--option", self.option)
+        if not found:
+            return "file", {"path": self.path, **options}
+        if scheme in ("redis", *_REMOTE):
+            return _REMOTE.get(scheme, "redis"), {"url": self.path, **options}
+        return "object", {"url": self.path, **options}
+
+
+class ListOptions(StoreOptions, frozen=True):
+    """The flags of `ls`."""
+
+
+class GcOptions(StoreOptions, frozen=True):
+    """The flags of `gc`."""
+
+    dry_run: Annotated[bool, about("say what would be removed, and remove nothing")] = False
+    per_second: Annotated[Natural, about("pages to remove in a second at most; 0: no limit")] = 0
+
+
 class VerifyOptions(CommandOptions, frozen=True):
     """The flags of `verify`."""
 
@@ -147,26 +196,22 @@ class VerifyOptions(CommandOptions, frozen=True):
     seed: int = 0
 
 
-class ClearOptions(CommandOptions, frozen=True):
+class ClearOptions(GcOptions, frozen=True):
     """The flags of `clear`.
 
     Raises:
         ConfigError: it is not said which pools.
     """
 
-    path: Annotated[str, about("folder of the store", positional=True)] = ""
-    pool: Annotated[str, about("only pools of this name")] = ""
-    fingerprint: Annotated[str, about("only pools whose fingerprint begins with this, in hex")] = ""
-    everything: Annotated[bool, about("all pools of the folder")] = False
-    seed: int = 0
+    everything: Annotated[bool, about("all pools of the store")] = False
 
     def check(self) -> None:
-        if not (self.pool or self.fingerprint or self.everything):
-            raise ConfigError("say what to clear: --pool, --fingerprint or --everything")
-        if set(self.fingerprint) - set(hexdigits):
-            raise ConfigError(f"--fingerprint {self.fingerprint!r} must be hexadecimal digits")
-        if self.everything and (self.pool or self.fingerprint):
-            raise ConfigError("--everything is more than --pool or --fingerprint: say one of them")
+        super().check()
+        if not (self.selects or self.everything):
+            flags = ", ".join(f"--{name}" for name in _FILTERS)
+            raise ConfigError(f"say what to clear: {flags} or --everything")
+        if self.everything and self.selects:
+            raise ConfigError("--everything is more than --pool, --fingerprint, ...: say one of them")
 
 
 class DoctorOptions(CommandOptions, frozen=True):

@@ -1,8 +1,12 @@
-"""`verify` and `clear`: what lies in the folder of a file store."""
+"""`ls`, `verify`, `clear` and `gc`: what lies in a store, for those who run it."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -11,9 +15,15 @@ from rich.text import Text
 
 from asynchicache.backends.file.clear import Cleared, clear_store
 from asynchicache.backends.file.verify import StoreReport, verify_store
-from asynchicache.cli.options import ClearOptions, VerifyOptions
+from asynchicache.cli.options import ClearOptions, GcOptions, ListOptions, StoreOptions, VerifyOptions
 from asynchicache.cli.output import CommandResult, Output
+from asynchicache.config import open_inventory
+from asynchicache.hashing import namespace_id, namespace_seed
+from asynchicache.ports import AsyncioPort
 from asynchicache.reports import facts
+from asynchicache.storage.labels import Inventory, PoolListing, check_clock
+
+T = TypeVar("T")
 
 
 def verify(options: VerifyOptions, output: Output) -> CommandResult:
@@ -23,10 +33,154 @@ def verify(options: VerifyOptions, output: Output) -> CommandResult:
     return CommandResult(report.as_json(), _report(report), report.ok)
 
 
+def list_pools(options: ListOptions, output: Output) -> CommandResult:
+    """What a store has."""
+    now = time.time()
+    with output.console.status(escape(f"listing {options.path}")):
+        pools = asyncio.run(_with_inventory(options, _chosen, writes=False))
+    rows = [_row(pool, options, now) for pool in pools]
+    total = {name: sum(int(str(row[name])) for row in rows) for name in ("pages", "bytes")}
+    return CommandResult({"pools": rows, **total}, _table(rows))
+
+
 def clear(options: ClearOptions, output: Output) -> CommandResult:
     """Remove the pools that are named."""
-    cleared = clear_store(Path(options.path), options.pool, options.fingerprint)
-    return CommandResult(cleared._asdict(), _cleared(cleared))
+    engine, found = options.engine()
+    plain = not (options.model or options.version or options.namespace or options.dry_run)
+    if engine == "file" and plain:  # a damaged manifest or label is no obstacle
+        cleared = clear_store(Path(str(found["path"])), options.pool, options.fingerprint)
+        return CommandResult(cleared._asdict(), _cleared(cleared))
+    removed, kept = asyncio.run(_removed(options, output, lambda pool: True))
+    return _removal(removed, kept, options)
+
+
+def collect(options: GcOptions, output: Output) -> CommandResult:
+    """Remove the pools whose label has expired."""
+    now = time.time()
+    removed, kept = asyncio.run(_removed(options, output, lambda pool: pool.state(now) == "expired", now))
+    return _removal(removed, kept, options)
+
+
+async def _with_inventory(
+    options: StoreOptions, use: Callable[[Inventory, StoreOptions], Awaitable[T]], *, writes: bool
+) -> T:
+    engine, found = options.engine()
+    port = AsyncioPort(threads=2)
+    try:
+        inventory = open_inventory(engine, found, port, writes=writes)
+        try:
+            return await use(inventory, options)
+        finally:
+            await inventory.aclose()
+    finally:
+        await port.aclose()
+
+
+async def _chosen(inventory: Inventory, options: StoreOptions) -> list[PoolListing]:
+    return [pool for pool in await inventory.pools() if _fits(pool, options)]
+
+
+def _fits(pool: PoolListing, options: StoreOptions) -> bool:
+    label, wanted = pool.label, options.fingerprint.lower()
+    count = min(len(wanted), len(pool.fingerprint))
+    return (
+        options.pool in ("", pool.pool)
+        and pool.fingerprint[:count] == wanted[:count]
+        and (not wanted or bool(pool.fingerprint))
+        and (not options.model or (label is not None and label.model == options.model))
+        and (not options.version or (label is not None and label.weight_version == options.version))
+        and (not options.namespace or _namespace(options) in pool.pages)
+    )
+
+
+def _namespace(options: StoreOptions) -> bytes | None:
+    return namespace_id(namespace_seed(options.namespace)) if options.namespace else None
+
+
+async def _removed(
+    options: GcOptions, output: Output, going: Callable[[PoolListing], bool], now: float | None = None
+) -> tuple[list[tuple[PoolListing, int]], list[PoolListing]]:
+    """Remove pools, or their pages of a namespace: what went, with how many pages, and what stays."""
+
+    async def remove(
+        inventory: Inventory, options: StoreOptions
+    ) -> tuple[list[tuple[PoolListing, int]], list[PoolListing]]:
+        assert isinstance(options, GcOptions)
+        pools = await inventory.pools()
+        if now is not None:
+            check_clock(pools, now)
+        chosen = [pool for pool in pools if _fits(pool, options) and going(pool)]
+        namespace, gone = _namespace(options), []
+        with output.bar("removing") as advance:
+            for done, pool in enumerate(chosen):
+                advance(done, len(chosen))
+                pages = _pages(pool, options)
+                if not going(pool._replace(label=await inventory.label(pool))):
+                    continue  # somebody has begun to use it
+                if not options.dry_run:
+                    pages = await inventory.remove(pool, namespace, options.per_second)
+                gone.append((pool, pages))
+        return gone, [pool for pool in pools if pool not in [one for one, _ in gone]]
+
+    return await _with_inventory(options, remove, writes=not options.dry_run)
+
+
+def _pages(pool: PoolListing, options: StoreOptions) -> int:
+    namespace = _namespace(options)
+    return sum(pool.pages.values()) if namespace is None else pool.pages.get(namespace, 0)
+
+
+def _row(pool: PoolListing, options: StoreOptions, now: float) -> dict[str, object]:
+    label = pool.label
+    return {
+        "name": pool.name,
+        "pool": pool.pool,
+        "shard": pool.shard,
+        "fingerprint": pool.fingerprint,
+        "model": label.model if label is not None else None,
+        "weight_version": label.weight_version if label is not None else None,
+        "written_by": label.written_by if label is not None else None,
+        "pages": _pages(pool, options),
+        "namespaces": {one.hex(): count for one, count in sorted(pool.pages.items())},
+        "bytes": pool.nbytes,
+        "state": pool.state(now),
+        "until": label.until if label is not None else None,
+    }
+
+
+def _table(rows: list[dict[str, object]]) -> RenderableType:
+    table = Table(title="pools" if rows else "no pool fits")
+    for name in ("pool", "fingerprint", "model", "weights", "pages", "MB", "state"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        pool = f"{row['pool']} {row['shard']}".strip()
+        cells = [pool, str(row["fingerprint"])[:12], row["model"], row["weight_version"], f"{row['pages']:,}"]
+        cells += [f"{int(str(row['bytes'])) / 1e6:,.1f}", row["state"]]
+        table.add_row(*(Text("?" if cell is None else str(cell)) for cell in cells))
+    return table
+
+
+def _removal(
+    removed: list[tuple[PoolListing, int]], kept: list[PoolListing], options: GcOptions
+) -> CommandResult:
+    names, stay = [pool.name for pool, _ in removed], [pool.name for pool in kept]
+    pages = sum(count for _, count in removed)
+    result = {
+        "pools": names,
+        "pages": pages,
+        "bytes": None if options.namespace else sum(pool.nbytes for pool, _ in removed),
+        "kept": stay,
+        "unknown": [pool.name for pool in kept if pool.label is None],
+        "dry_run": options.dry_run,
+    }
+    title = "would be removed" if options.dry_run else "removed"
+    table = Table(title=title if removed else "nothing to remove; pools", show_header=False)
+    table.add_column(overflow="fold")
+    for name in names or stay or ["none is there"]:
+        table.add_row(Text(name))
+    if removed:
+        table.add_row(f"{pages:,} pages")
+    return CommandResult(result, table)
 
 
 def _report(report: StoreReport) -> RenderableType:

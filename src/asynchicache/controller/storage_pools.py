@@ -17,6 +17,7 @@ from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.chain import AnyPool, ChainedPool, open_stored
 from asynchicache.storage.deadlines import close, joined
+from asynchicache.storage.labels import label_maker
 from asynchicache.storage.limits import BatchResult, PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.storage.statistics import PoolStatistics
@@ -90,6 +91,8 @@ class AttachedStorage:
         *,
         owned: bool,
         read_only: Collection[str] = (),
+        model: str = "",
+        weight_version: str = "",
     ) -> Self:
         """
         Args:
@@ -99,6 +102,7 @@ class AttachedStorage:
             limits: timeouts and limits of the backend.
             owned: whether closing the attachment closes the backend.
             read_only: pools that other ranks write.
+            model, weight_version: for the labels of the pools.
 
         Raises:
             ConfigError: `backend` is not a `StorageBackend`.
@@ -113,6 +117,7 @@ class AttachedStorage:
             try:
                 for binding in bindings:
                     guard = await open_stored(backend, binding, port, limits)
+                    guard.labelled(label_maker(binding, model, weight_version))
                     attachment.pools[binding.pool] = StoredPool(guard, binding, binding.pool not in read_only)
             except BaseException:
                 await attachment._close_pools()

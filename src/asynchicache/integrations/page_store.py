@@ -23,6 +23,7 @@ from asynchicache.ports import AsyncioPort, Port
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.chain import open_stored
 from asynchicache.storage.deadlines import close
+from asynchicache.storage.labels import label_maker
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 
@@ -177,6 +178,7 @@ class PageStore:
         try:
             binding = SlotBinding(slots, identity.fingerprint(name, memory), identity.shard)
             guard = await open_stored(self._backend, binding, self._port, self.config.storage_limits)
+            guard.labelled(label_maker(binding, identity.model, identity.weight_version))
         except BaseException:
             slots.close()
             raise

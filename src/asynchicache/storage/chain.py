@@ -344,6 +344,7 @@ class ChainedPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failures = FailureLog(logger)
         self._clearing = 0
+        self._label: Callable[[float], bytes] | None = None
 
     # Opening, and trying again
 
@@ -381,7 +382,15 @@ class ChainedPool:
                 f"up to {guard.object_pages} pages in one object: set its option object_pages = 1"
             )
         stage.guard = guard
+        if self._label is not None:
+            guard.labelled(self._label)
         return None
+
+    def labelled(self, label: Callable[[float], bytes]) -> None:
+        """As `GuardedPool.labelled`, in every stage."""
+        self._label = label
+        for guard in self._guards():
+            guard.labelled(label)
 
     def _all_memory(self, stage: _PoolStage) -> tuple[memoryview, memoryview]:
         """An engine that asks for all memory at once does not reach staging slots."""

@@ -161,6 +161,9 @@ class _DividedEngine:
     async def touch(self, keys: Sequence[ObjectKey]) -> None:
         await self._each(lambda engine, keys: OptionalVerbs(engine).touch(keys), keys)
 
+    async def label(self, label: bytes) -> None:
+        await _all([OptionalVerbs(engine).label(label) for engine in self._engines])
+
     async def aclose(self) -> None:
         await _all([engine.aclose() for engine in self._engines])
 

@@ -25,6 +25,8 @@ class PoolLimits(Options, frozen=True):
         closing: seconds that `aclose` waits for running calls, and for the engine. Default: 10.
         clearing: seconds that a backend may take to clear one pool. Default: 300.
         opening: seconds that a backend may take to open one pool. Default: 60.
+        label_seconds: how long after its last use a pool counts as in use, for `asynchicache gc`. Default: 7
+            days.
         known_pages: most pages of a shared engine to remember as existing, which saves `exists` calls, and
             most pages to remember as damaged; 0 for none. Default: 65536.
         known_seconds: seconds to remember that a page exists: other processes may delete it. Default: 30.
@@ -40,6 +42,7 @@ class PoolLimits(Options, frozen=True):
     closing: Seconds = 10.0
     clearing: Seconds = 300.0
     opening: Seconds = 60.0
+    label_seconds: Seconds = 7 * 86400.0
     known_pages: Natural = 1 << 16
     known_seconds: Seconds = 30.0
 

@@ -228,6 +228,12 @@ class OptionalVerbs:
         """
         return await self._engine.exists(keys)
 
+    async def label(self, label: bytes) -> None:
+        """Keep a few words beside the pages of the pool, in place of those before: see `storage.labels`.
+
+        For a store that others look into, with `asynchicache ls`. Default: nothing.
+        """
+
     async def leaving(self, pages: int) -> list[ObjectKey]:
         """What the engine would evict now to take `pages` more pages of its pool, the first to go first.
 

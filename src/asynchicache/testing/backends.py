@@ -214,6 +214,7 @@ _CALLS = 10
 OPTIONAL_CALLS: dict[str, Callable[[OptionalVerbs, list[ObjectKey]], Coroutine[Any, Any, object]]] = {
     "touch": lambda verbs, keys: verbs.touch(keys),
     "confirm": lambda verbs, keys: verbs.confirm(keys),
+    "label": lambda verbs, keys: verbs.label(b"{}"),
     "leaving": lambda verbs, keys: verbs.leaving(len(keys)),
 }
 """A call of each optional verb, about the pages of some keys. Each also has a test of what it does."""
@@ -512,6 +513,16 @@ class BackendConformance:
 
             assert outcomes == [EXISTS] * 3 + [STORED] * 5 + [REJECTED] * 4
             assert await bench.get(bench.keys(*range(12)), range(12)) == [HIT] * 8 + [MISS] * 4
+
+    async def test_a_label_is_no_page(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            await OptionalVerbs(bench.engine).label(b"first")
+            await bench.put(bench.keys(1), [0])
+            await OptionalVerbs(bench.engine).label(b"second")
+
+            assert await bench.get(bench.keys(1, 2), [1, 2]) == [HIT, MISS]
+            assert await bench.engine.clear() == 1
 
     async def test_what_leaves_next_is_what_is_evicted_next(self, tmp_path: Path) -> None:
         if not self.bounded:

@@ -363,7 +363,10 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def loses_nothing(self) -> bool:
         """Whether storage keeps what it has, and nothing goes wrong."""
         quiet = all(
-            life.storage == StorageFaults() and life.device == DeviceFaults() and not life.events
+            life.storage == StorageFaults()
+            and life.device == DeviceFaults()
+            and (life.near is None or life.near.faults == StorageFaults())
+            and not life.events
             for life in self.every_life
         )
         return quiet and self.capacity is None and not self.together

@@ -1,0 +1,111 @@
+"""All pools of a file store: what they are, and removing those that nobody needs.
+
+To remove something, no other process may have the store open.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from asynchicache.backends.file.backend import FileOptions
+from asynchicache.backends.file.budget import Budget
+from asynchicache.backends.file.clear import remove_pool
+from asynchicache.backends.file.entries import load_entries
+from asynchicache.backends.file.folder import MANIFEST, StoreFolder, read, read_label_file, sync_folder
+from asynchicache.backends.file.segments import Segments
+from asynchicache.backends.file.store import PoolStore
+from asynchicache.errors import StorageError
+from asynchicache.hashing import NAMESPACE_BYTES
+from asynchicache.ports import Port
+from asynchicache.storage.labels import PoolLabel, PoolListing, read_label
+
+
+class FileInventory:
+    """The pools of one folder.
+
+    Args:
+        options: the folder.
+        port: threads.
+        writes: whether something may be removed; then the folder is locked.
+
+    Raises:
+        StorageLockedError: another process has the store open.
+        StorageError: the folder cannot be used, or holds no store.
+    """
+
+    def __init__(self, options: FileOptions, port: Port, *, writes: bool) -> None:
+        self._port = port
+        if not options.path.exists():
+            raise StorageError(f"{options.path} does not exist")
+        self._folder = StoreFolder(options.path, read_only=not writes, new=False)
+
+    async def pools(self) -> list[PoolListing]:
+        return await self._port.run_blocking(self._pools)
+
+    def _pools(self) -> list[PoolListing]:
+        try:
+            return [_listing(folder) for folder in self._folder.pools()]
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(f"{self._folder.path} cannot be listed: {error}") from error
+
+    async def label(self, pool: PoolListing) -> PoolLabel | None:
+        return read_label(read_label_file(self._folder.path / pool.name))
+
+    async def remove(self, pool: PoolListing, namespace: bytes | None, per_second: float) -> int:
+        """Files are removed, and not pages one by one, so `per_second` has no effect."""
+        return await self._port.run_blocking(partial(self._remove, pool, namespace))
+
+    def _remove(self, pool: PoolListing, namespace: bytes | None) -> int:
+        folder = self._folder.path / pool.name
+        try:
+            if namespace is not None and set(pool.pages) != {namespace}:
+                return _remove_namespace(folder, namespace)
+            remove_pool(folder)
+            sync_folder(self._folder.path)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(f"{folder} cannot be removed: {error}") from error
+        return sum(pool.pages.values())
+
+    async def aclose(self) -> None:
+        self._folder.close()
+
+
+def _listing(folder: Path) -> PoolListing:
+    nbytes = sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
+    if not (folder / MANIFEST).exists():
+        return PoolListing(folder.name, "", "", "", {}, nbytes)
+    manifest = read(folder / MANIFEST)
+    segments = Segments(folder, manifest.slot_bytes, manifest.identity, read_only=True, direct=False)
+    try:
+        pages = Counter(entry.digest[:NAMESPACE_BYTES] for entry in load_entries(segments).pages)
+    finally:
+        segments.close()
+    label = read_label(read_label_file(folder))
+    return PoolListing(
+        folder.name, manifest.pool, manifest.shard, manifest.fingerprint, dict(pages), nbytes, label
+    )
+
+
+def _remove_namespace(folder: Path, namespace: bytes) -> int:
+    store = PoolStore(folder, read(folder / MANIFEST), Budget(None))
+    try:
+        going = [digest for digest in store.digests() if digest.startswith(namespace)]
+        return sum(store.remove(going))
+    finally:
+        store.close()
+
+
+def open_inventory(options: Mapping[str, object], port: Port, *, writes: bool) -> FileInventory:
+    """
+    Raises:
+        ConfigError: an option does not fit.
+        StorageError: as `FileInventory`.
+    """
+    return FileInventory(FileOptions.of(options), port, writes=writes)

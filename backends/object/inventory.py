@@ -1,0 +1,129 @@
+"""All pools below one URL of an object store. Safe beside caches: what they miss they write anew."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+
+import obstore
+
+from asynchicache.backends.object.objects import LABEL, StoredObject
+from asynchicache.backends.object.options import ObjectOptions
+from asynchicache.backends.object.stores import FAILURES, advice, make_store, summary
+from asynchicache.errors import StorageError
+from asynchicache.hashing import NAMESPACE_BYTES
+from asynchicache.ports import Port
+from asynchicache.storage.labels import PoolLabel, PoolListing, read_label
+
+_CHUNK = 1000
+"""Objects of one listing or deletion, the most that S3 takes."""
+
+
+class ObjectInventory:
+    """The pools below one URL.
+
+    Args:
+        options: the store.
+        writes: whether something may be removed.
+    """
+
+    def __init__(self, options: ObjectOptions, *, writes: bool) -> None:
+        self._options = options
+        self._store = make_store(options)
+        self._writes = writes and not options.read_only
+
+    async def pools(self) -> list[PoolListing]:
+        pages: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
+        sizes: Counter[str] = Counter()
+        labels = set()
+        async for path, size in self._listed(""):
+            folder, _, name = path.partition("/")
+            stored = StoredObject.of(folder, path, size)
+            if stored is not None:
+                pages[folder][_namespace(stored)] += stored.pages
+                sizes[folder] += size
+            elif name == LABEL:
+                labels.add(folder)
+        found = []
+        for folder in sorted({*pages, *labels}):
+            fingerprint, _, rest = folder.partition(".")
+            pool, _, shard = rest.partition(".")
+            listing = PoolListing(folder, pool, shard, fingerprint, dict(pages[folder]), sizes[folder])
+            label = await self.label(listing) if folder in labels else None
+            found.append(listing._replace(label=label))
+        return found
+
+    async def _listed(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
+        """The path and size of each object."""
+        try:
+            async for found in obstore.list(self._store, prefix=prefix or None, chunk_size=_CHUNK):
+                for entry in found:
+                    yield entry["path"], entry["size"]
+        except FAILURES as error:
+            raise StorageError(f"{self._options.url} cannot be listed: {advice(error)}") from error
+
+    async def label(self, pool: PoolListing) -> PoolLabel | None:
+        try:
+            answer = await obstore.get_async(self._store, f"{pool.name}/{LABEL}")
+            return read_label(bytes(await answer.bytes_async()))
+        except FileNotFoundError:
+            return None
+        except FAILURES as error:
+            raise StorageError(f"{self._options.url}: {summary(error)}") from error
+
+    async def remove(self, pool: PoolListing, namespace: bytes | None, per_second: float) -> int:
+        if not self._writes:
+            raise StorageError(f"{self._options.url} is read-only")
+        going = [
+            stored
+            async for path, size in self._listed(pool.name)
+            if (stored := StoredObject.of(pool.name, path, size)) is not None
+            and namespace in (None, _namespace(stored))
+        ]
+        removed = 0
+        for objects in _batches(going, per_second):
+            pages = sum(stored.pages for stored in objects)
+            await self._delete([stored.path for stored in objects])
+            removed += pages
+            if per_second:
+                await asyncio.sleep(pages / per_second)
+        if namespace is None and pool.label is not None:
+            await self._delete([f"{pool.name}/{LABEL}"])
+        return removed
+
+    async def _delete(self, names: list[str]) -> None:
+        try:
+            await obstore.delete_async(self._store, names)
+        except FAILURES as error:
+            raise StorageError(f"{self._options.url}: not removed: {summary(error)}") from error
+
+    async def aclose(self) -> None:
+        """Nothing is open between requests."""
+
+
+def _namespace(stored: StoredObject) -> bytes:
+    """The namespace of an object's pages."""
+    return bytes.fromhex(stored.group[: 2 * NAMESPACE_BYTES])
+
+
+def _batches(objects: Sequence[StoredObject], per_second: float) -> Iterator[Sequence[StoredObject]]:
+    """Objects to delete in one request: of the pages of a second at most, if that is limited."""
+    start = pages = 0
+    for index, stored in enumerate(objects):
+        full = per_second and pages and pages + stored.pages > per_second
+        if full or index - start == _CHUNK:
+            yield objects[start:index]
+            start, pages = index, 0
+        pages += stored.pages
+    if start < len(objects):
+        yield objects[start:]
+
+
+def open_inventory(options: Mapping[str, object], port: Port, *, writes: bool) -> ObjectInventory:
+    """
+    Raises:
+        ConfigError: an option does not fit.
+        StorageError: the URL cannot be used.
+    """
+    return ObjectInventory(ObjectOptions.of(options), writes=writes)

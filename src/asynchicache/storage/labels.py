@@ -1,0 +1,159 @@
+"""What a store says of its pools to whoever runs it: of which model they are, and until when they are in use.
+
+Whoever opens a pool keeps a label beside its pages, and renews it while the pool is used. A pool whose label
+has expired belongs to a model or to weights that nobody serves any more. Labels decide nothing in the cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from asynchicache.errors import StorageError
+from asynchicache.storage.protocol import PoolBinding
+
+LABEL_FORMAT = 1
+RENEWALS = 7
+"""How often a label is renewed in the time for which it holds."""
+
+_SKEW_SECONDS = 3600.0
+"""How far clocks of machines may differ."""
+
+
+class PoolLabel(msgspec.Struct, frozen=True, kw_only=True):
+    """The label of one pool, fingerprint and shard.
+
+    Attributes:
+        format: `LABEL_FORMAT` of the library that wrote it.
+        model, weight_version: what the pages were computed with.
+        pool, shard, fingerprint: of the keys; the fingerprint in hex.
+        page_bytes: bytes of a page.
+        written_by: version of the library that wrote it.
+        written, until: when it was written, and until when the pool is in use, in seconds of Unix time.
+    """
+
+    model: str
+    weight_version: str
+    pool: str
+    shard: str
+    fingerprint: str
+    page_bytes: int
+    written: float
+    until: float
+    format: int = LABEL_FORMAT
+    written_by: str = ""
+
+
+def library_version() -> str:
+    """The version of this library; empty where its metadata is missing."""
+    try:
+        return version("asynchicache")
+    except PackageNotFoundError:
+        return ""
+
+
+def label_maker(binding: PoolBinding, model: str, weight_version: str) -> Callable[[float], bytes]:
+    """Makes the label of a pool, given the seconds for which it holds."""
+
+    def label(seconds: float) -> bytes:
+        now = time.time()
+        made = PoolLabel(
+            model=model,
+            weight_version=weight_version,
+            pool=binding.pool,
+            shard=binding.shard,
+            fingerprint=binding.fingerprint.hex(),
+            page_bytes=binding.page_bytes,
+            written_by=library_version(),
+            written=now,
+            until=now + seconds,
+        )
+        return msgspec.json.encode(made)
+
+    return label
+
+
+def read_label(data: bytes | None) -> PoolLabel | None:
+    """The label in `data`; None if there is none, or one of another version."""
+    try:
+        label = msgspec.json.decode(data or b"", type=PoolLabel)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return label if label.format == LABEL_FORMAT else None
+
+
+class PoolListing(NamedTuple):
+    """One pool in a store, as an inventory finds it.
+
+    Attributes:
+        name: of its folder or prefix.
+        pool, shard, fingerprint: as far as the store says; the fingerprint in hex, maybe its beginning.
+        pages: how many it has of each namespace, by `ObjectKey.namespace`.
+        nbytes: bytes of all pages.
+        label: None if there is none that this version can read.
+    """
+
+    name: str
+    pool: str
+    shard: str
+    fingerprint: str
+    pages: dict[bytes, int]
+    nbytes: int
+    label: PoolLabel | None = None
+
+    def state(self, now: float) -> str:
+        """`live`, `expired`, or `unknown`: nobody knows who reads it, so it stays."""
+        if self.label is None:
+            return "unknown"
+        return "live" if now < self.label.until else "expired"
+
+
+class Inventory(Protocol):
+    """All pools of a store, whoever they belong to; a backend has one if it can list its pages."""
+
+    async def pools(self) -> list[PoolListing]:
+        """
+        Raises:
+            StorageError: the store cannot be read, or is in use in a way that forbids it.
+        """
+        ...
+
+    async def label(self, pool: PoolListing) -> PoolLabel | None:
+        """The label of a pool as it is now.
+
+        Raises:
+            StorageError: the store cannot be read.
+        """
+        ...
+
+    async def remove(self, pool: PoolListing, namespace: bytes | None, per_second: float) -> int:
+        """Remove a pool with its label, or its pages of one namespace; returns how many pages that were.
+
+        Args:
+            pool: the pool.
+            namespace: as in `PoolListing.pages`; None for all.
+            per_second: the most pages to remove in a second; 0 for no limit.
+
+        Raises:
+            StorageError: the store refuses, or is in use by a process that would not notice.
+        """
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+def check_clock(pools: list[PoolListing], now: float) -> None:
+    """
+    Raises:
+        StorageError: a label was written later than now: this clock, or another one, is wrong.
+    """
+    ahead = [one for one in pools if one.label is not None and one.label.written > now + _SKEW_SECONDS]
+    if ahead and (label := ahead[0].label) is not None:
+        raise StorageError(
+            f"the label of {ahead[0].name} was written {label.written - now:,.0f} s from now: a clock is "
+            "wrong, so nobody can tell what is in use; nothing was removed"
+        )

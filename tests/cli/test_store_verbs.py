@@ -1,0 +1,199 @@
+"""`ls`, `clear` and `gc` over stores that caches have filled: by model, weights and namespace."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asynchicache import HybridCache
+from asynchicache.cli.main import main
+from asynchicache.hashing import namespace_id, namespace_seed
+from asynchicache.storage.labels import PoolLabel
+from cache.engine import SPEC, Engine, config
+
+PROMPT = list(range(100, 120))
+PAGES = 6
+"""Five of attention, and a state."""
+
+WEEK = 7 * 86400.0
+
+
+class Store:
+    """A store that caches fill."""
+
+    def __init__(self, engine: str, path: Path) -> None:
+        self.path = path
+        self.url = str(path) if engine == "file" else f"file://{path}"
+        options = {"path": str(path)} if engine == "file" else {"url": self.url}
+        self.options: dict[str, Any] = {"storage": engine, "storage_options": options}
+
+    def fill(self, weights: str, namespaces: tuple[str | None, ...] = (None,), seconds: float = WEEK) -> None:
+        async def serve() -> None:
+            chosen = config(weight_version=weights, storage_limits={"label_seconds": seconds}, **self.options)
+            async with HybridCache.open(SPEC, chosen) as cache:
+                for namespace in namespaces:
+                    await Engine(cache).serve(PROMPT, namespace=namespace)
+
+        asyncio.run(serve())
+
+    def hits(self, weights: str, namespace: str | None = None) -> int:
+        async def serve() -> int:
+            async with HybridCache.open(SPEC, config(weight_version=weights, **self.options)) as cache:
+                async with cache.request([*PROMPT, 1], namespace=namespace) as request:
+                    return (await request.prefetch()).tokens
+
+        return asyncio.run(serve())
+
+    def labels(self) -> list[Path]:
+        return sorted(self.path.glob("*/label.json"))
+
+
+@pytest.fixture(params=["file", pytest.param("object", marks=pytest.mark.engine("object"))])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return Store(request.param, tmp_path / "pages")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    code = main([*arguments, "--json", "-"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_ls_says_whose_pages_they_are(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    store.fill("w1", (None, "tenant"))
+    store.fill("w2")
+
+    code, found = run(capsys, "ls", store.url)
+
+    assert code == 0
+    assert found["pages"] == 3 * PAGES
+    assert {(one["pool"], one["weight_version"], one["pages"]) for one in found["pools"]} == {
+        ("kv", "w1", 10),
+        ("mamba", "w1", 2),
+        ("kv", "w2", 5),
+        ("mamba", "w2", 1),
+    }
+    assert all(one["model"] == SPEC.model and one["state"] == "live" for one in found["pools"])
+    assert found["bytes"] > 0
+    assert all(0 < one["until"] - time.time() <= WEEK for one in found["pools"])
+    tenant = namespace_id(namespace_seed("tenant")).hex()
+    assert {one["namespaces"].get(tenant) for one in found["pools"]} == {5, 1, None}
+    _, found = run(capsys, "ls", store.url, "--namespace", "tenant")
+    assert found["pages"] == PAGES
+    assert main(["ls", store.url, "--version", "w2"]) == 0
+    shown = capsys.readouterr().out
+    assert "w2" in shown
+    assert "w1" not in shown
+
+
+def test_gc_removes_what_nobody_uses_any_more(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    store.fill("old", seconds=1e-3)
+    store.fill("new")
+
+    _, would = run(capsys, "gc", store.url, "--dry-run")
+    assert run(capsys, "ls", store.url)[1]["pages"] == 2 * PAGES
+    code, result = run(capsys, "gc", store.url, "--per-second", "1000")
+
+    assert code == 0
+    assert (would["pools"], would["dry_run"]) == (result["pools"], True)
+    assert (result["pages"], len(result["pools"]), len(result["kept"])) == (PAGES, 2, 2)
+    assert (store.hits("old"), store.hits("new")) == (0, 20)
+    assert run(capsys, "gc", store.url)[1]["pools"] == []
+
+
+@pytest.mark.parametrize("change", ["missing", "damaged", "newer", "later"])
+def test_gc_leaves_alone_what_it_does_not_know(
+    store: Store, change: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.fill("old", seconds=1e-3)
+    for path in store.labels():
+        label = msgspec.json.decode(path.read_bytes(), type=PoolLabel)
+        match change:
+            case "missing":
+                path.unlink()
+            case "damaged":
+                path.write_bytes(b"\xff{")
+            case "newer":
+                newer = msgspec.structs.replace(label, format=2, until=0.0)
+                path.write_bytes(msgspec.json.encode(newer))
+            case _:
+                later = msgspec.structs.replace(label, written=label.written + 86400)
+                path.write_bytes(msgspec.json.encode(later))
+
+    code = main(["gc", store.url])
+
+    shown = capsys.readouterr()
+    assert code == (1 if change == "later" else 0)
+    assert "a clock is wrong" in shown.err or change != "later"
+    assert run(capsys, "ls", store.url)[1]["pages"] == PAGES
+    assert store.hits("old") == 20
+
+
+def test_clear_takes_a_namespace_a_model_or_weights(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    store.fill("w1", (None, "tenant"))
+    store.fill("w2", ("tenant",))
+
+    assert run(capsys, "clear", store.url, "--model", "another")[1]["pools"] == []
+    _, result = run(capsys, "clear", store.url, "--namespace", "tenant", "--version", "w1", "--dry-run")
+    assert (result["pages"], run(capsys, "ls", store.url)[1]["pages"]) == (PAGES, 3 * PAGES)
+    _, result = run(capsys, "clear", store.url, "--namespace", "tenant", "--version", "w1")
+
+    assert (result["pages"], result["bytes"]) == (PAGES, None)
+    assert (store.hits("w1"), store.hits("w1", "tenant"), store.hits("w2", "tenant")) == (20, 0, 20)
+    run(capsys, "clear", store.url, "--model", SPEC.model)
+    assert run(capsys, "ls", store.url)[1]["pools"] == []
+
+
+def test_a_file_store_that_is_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store("file", tmp_path / "pages")
+
+    async def beside() -> list[int]:
+        async with HybridCache.open(SPEC, config(**store.options)) as cache:
+            await Engine(cache).serve(PROMPT)
+            return [await asyncio.to_thread(main, [verb, store.url]) for verb in ("ls", "gc")]
+
+    assert asyncio.run(beside()) == [1, 1]
+    assert "is open already" in capsys.readouterr().err
+    assert store.hits("test") == 20
+
+
+@pytest.mark.engine("object")
+def test_an_object_store_is_cleaned_beside_a_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store("object", tmp_path / "pages")
+    store.fill("old", seconds=1e-3)
+
+    async def beside() -> int:
+        async with HybridCache.open(SPEC, config(weight_version="new", **store.options)) as cache:
+            await Engine(cache).serve(PROMPT)
+            assert await asyncio.to_thread(main, ["gc", store.url]) == 0
+            async with cache.request([*PROMPT, 1]) as request:
+                return (await request.prefetch()).tokens
+
+    assert asyncio.run(beside()) == 20
+    assert "removed" in capsys.readouterr().out
+    assert run(capsys, "ls", store.url)[1]["pages"] == PAGES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["ls", "redis://127.0.0.1:1"], 2, "cannot be listed"),
+        (["ls"], 2, "required: PATH"),
+        (["ls", "/nowhere/at/all"], 1, "does not exist"),
+        (["gc", "/nowhere", "--per-second", "-1"], 2, "--per-second"),
+    ],
+)
+def test_bad_input(arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        found = main(arguments)
+    except SystemExit as error:
+        found = int(str(error.code))
+    assert found == code
+    assert words in capsys.readouterr().err
