@@ -14,7 +14,7 @@ ARGS    ?=
 DOCS_TOOLS := "mkdocs-material>=9.6,<10" "mkdocs>=1.6,<2"  # the extra `docs`
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev docs engines demo test lab-test coverage mutants house check lint types layers wheel soak gpu bench conformance engines-e2e release release-check clean
+.PHONY: help setup dev docs engines demo test lab-test coverage mutants house check lint types layers wheel soak gpu bench conformance engines-e2e clients-e2e release release-check clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 15
@@ -109,6 +109,10 @@ conformance:  ## our adapters inside vLLM's and SGLang's own classes, on a CPU; 
 # Environments and tiny models, 2.5 GB an engine, go to .engines once. Torch's CPU builds: PIP_EXTRA_INDEX_URL, as above.
 engines-e2e:  ## our adapters in whole engines that serve tiny models, on a CPU; ARGS="vllm" picks one
 	$(PYTHON) scripts/engines_e2e.py $(ARGS)
+
+# The clients' packages, 1.5 GB, go to .clients once, and the environments of engines-e2e are needed.
+clients-e2e:  ## openai, lm-eval, guidellm and the benchmarks of vLLM and SGLang, unchanged, against `serve`; ARGS="-k openai"
+	$(PYTHON) scripts/clients_e2e.py $(ARGS)
 
 # An environment of its own: the site's tools and the library's pins are nobody's business together.
 docs: build/docs-env/.installed  ## the documentation as a site with search, in build/site; fails on a broken link

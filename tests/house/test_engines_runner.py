@@ -38,6 +38,16 @@ def test_every_engine_has_tests_and_a_pinned_list_of_packages(runner: ModuleType
         assert any(re.match(rf"{engine.name}(-cpu)?=={engine.version}\b", line) for line in lines), engine
 
 
+@pytest.mark.parametrize("name", ["clients.txt", "clients-sglang.txt"])
+def test_every_client_is_pinned_and_the_page_names_its_version(name: str) -> None:
+    lines = [line for line in (SCRIPTS / name).read_text().splitlines() if line[0] != "#"]
+    assert all(re.fullmatch(r"[\w.-]+==\S+", line) for line in lines)
+    page = (SCRIPTS.parent / "docs/howto/serve.md").read_text()
+    pins = dict(line.split("==") for line in lines)
+    for client in pins.keys() & {"openai", "guidellm", "lm_eval"}:
+        assert f"| {client.replace('_', '-')} {pins[client]} |" in page
+
+
 def test_an_unknown_engine_is_refused_by_name(
     runner: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -67,6 +68,14 @@ def save_checkpoint(
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def ending_as_its_tokenizer(folder: Path) -> Path:
+    """The checkpoint, whose model ends a text with the tokenizer's end token, not with another character."""
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        end = {"eos_token_id": bpe_tokenizer().eos_token_id}
+        file.write_text(json.dumps(json.loads(file.read_text()) | end))
     return folder
 
 

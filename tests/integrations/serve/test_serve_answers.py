@@ -161,10 +161,15 @@ async def test_a_stop_string_ends_the_answer_and_is_not_in_it(server: Running) -
     assert answer.usage.completion_tokens < 30
 
 
-async def test_an_answer_that_a_stop_string_ends_is_no_client_that_left(server: Running) -> None:
+@pytest.mark.parametrize("more", [{}, {"n": 8}, {"max_tokens": 0}, {"max_tokens": 1, "echo": True, "n": 8}])
+async def test_an_answer_that_has_been_sent_is_no_client_that_left(
+    server: Running, more: dict[str, Any]
+) -> None:
+    """Whatever is left to tidy up then: a stop string ends a generation before its limit."""
     await server.idle()
     before = (server.api.counts.answered, server.api.counts.cancelled)
-    fields = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "stop": expected(PROMPT, 30)[10:12]}
+    stop = expected(PROMPT, 30)[10:12]
+    fields = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "stop": stop, **more}
     for stream in (False, True):
         await server.http.post("/v1/completions", json={**fields, "stream": stream})
     await server.idle()

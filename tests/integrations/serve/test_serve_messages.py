@@ -51,7 +51,7 @@ def test_what_changes_nothing_is_taken() -> None:
         skip_special_tokens=True,
         lora_path="",
     )
-    assert msgspec.structs.replace(request, n=None, logprobs=None) == chat()
+    assert msgspec.structs.replace(request, n=None, logprobs=None, response_format=None) == chat()
 
 
 def test_both_names_of_the_limit_are_known() -> None:
@@ -147,7 +147,8 @@ def test_likely_tokens_are_counted_as_each_endpoint_does() -> None:
         ({"tool_choice": "required"}, "tool_choice", "decides itself"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "/v1/chat/completions"),
         ({"web_search_options": {}}, "web_search_options", "nothing is searched"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "text"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "temperature"),
         ({"temprature": 1}, "temprature", "not known"),
         ({"temperature": 3}, "temperature", "<= 2"),

@@ -21,6 +21,7 @@ from asynchicache.errors import BusyError, CacheError
 from asynchicache.histograms import Histogram
 from asynchicache.integrations.serve.answering import Answer, AnswerSet, Wanted
 from asynchicache.integrations.serve.attaching import ServedStorage
+from asynchicache.integrations.serve.guidance import Guide, SchemaConstraint
 from asynchicache.integrations.serve.messages import (
     ChatRequest,
     CompletionRequest,
@@ -148,6 +149,7 @@ class Api:
         self.stopping = False
         # Pages of attention can be resumed anywhere.
         self._asks_repeats = records or any(not pool.per_token for pool in model.spec.pools)
+        self._guide = Guide(served.tokenizer, served.vocabulary, served.stop_ids)
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._seconds = 1.0
         self._busy = 0
@@ -253,12 +255,18 @@ class Api:
                 "wait together: send fewer at once, or raise --max-waiting",
                 param="n" if choices > most else "prompt",
             )
-        begun = [
-            await stack.enter_async_context(self._begin(request, tokens, hint, number, traceparent))
-            for tokens, hint in prompts
-            for number in range(choices)
-        ]
+        begun = []
+        for tokens, hint in prompts:
+            for number in range(choices):
+                constraint = await self._constraint(request)
+                answer = self._begin(request, tokens, hint, number, traceparent, constraint)
+                begun.append(await stack.enter_async_context(answer))
         return AnswerSet(begun, choices)
+
+    async def _constraint(self, request: GenerationRequest) -> SchemaConstraint | None:
+        if request.schema is None:
+            return None
+        return await self._in_thread(partial(self._guide.json, request.schema))
 
     def _begin(
         self,
@@ -267,6 +275,7 @@ class Api:
         hint: CacheHint,
         number: int,
         traceparent: str | None,
+        constraint: SchemaConstraint | None,
     ) -> Answer:
         """Start a generation, or queue it; `number`: which of the choices it is."""
         served, likely = self.served, request.likely
@@ -284,6 +293,7 @@ class Api:
                 traceparent=traceparent,
                 logprobs=None if likely is None else min(likely, served.vocabulary),
                 prompt_logprobs=echo and likely is not None,
+                constraint=constraint,
             )
         except BusyError as error:
             raise overloaded(f"{error}: try again later", self._retry_after()) from error

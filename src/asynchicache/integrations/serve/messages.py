@@ -42,7 +42,6 @@ _UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "tool_choice": (("none", "auto"), "the model decides itself whether it calls a tool"),
     "functions": (([],), "no functions are called"),
     "function_call": (("none", "auto"), "no functions are called"),
-    "response_format": (({"type": "text"},), "outputs are text"),
     "modalities": ((["text"],), "outputs are text"),
     "audio": ((), "outputs are text"),
     "tools": (([],), "use /v1/chat/completions, whose template knows them"),
@@ -124,6 +123,29 @@ class CacheHintFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ApiError(f"cache_hint: {error}", param="cache_hint") from error
 
 
+class TextFormat(msgspec.Struct, frozen=True, tag="text", forbid_unknown_fields=True):
+    """Text as the model writes it."""
+
+
+class AnyJsonFormat(msgspec.Struct, frozen=True, tag="json_object", forbid_unknown_fields=True):
+    """Any JSON object."""
+
+
+class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A JSON schema with a name. An answer is held to all of it, `strict` or not."""
+
+    schema: dict[str, Any] | bool
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+
+
+class SchemaFormat(msgspec.Struct, frozen=True, tag="json_schema", forbid_unknown_fields=True):
+    """JSON of a schema."""
+
+    json_schema: JsonSchema
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Fields of both endpoints. Null is the same as an omitted field.
 
@@ -139,6 +161,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
         ignore_eos: generate up to the limit, even past end-of-text tokens.
         cache_salt: requests with different salts share nothing in the cache.
         cache_hint: whether the prompt will be continued, is over, or is to be kept; see `planner.hints`.
+        response_format: text, any JSON object, or JSON of a schema.
         return_cached_tokens_details: tell the cached tokens of each tier, as SGLang does.
     """
 
@@ -157,6 +180,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     max_tokens: Natural | None = None
     max_completion_tokens: Natural | None = None
     return_cached_tokens_details: bool | None = None
+    response_format: TextFormat | AnyJsonFormat | SchemaFormat | None = None
 
     @property
     def hint(self) -> CacheHint:
@@ -166,6 +190,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
             ApiError: its fields contradict each other.
         """
         return NO_HINT if self.cache_hint is None else self.cache_hint.hint()
+
+    @property
+    def schema(self) -> dict[str, Any] | bool | None:
+        """The JSON schema of the answer; None: it is text."""
+        if isinstance(self.response_format, SchemaFormat):
+            return self.response_format.json_schema.schema
+        return {"type": "object"} if isinstance(self.response_format, AnyJsonFormat) else None
 
     @property
     def stops(self) -> list[str]:

@@ -206,6 +206,16 @@ class CheckpointTokenizer:
         tools = bool(conversation.tools)
         return repeated_lengths(prompt, conversation.messages, render, self._encode_rendered, tools=tools)
 
+    def for_guidance(self, vocabulary: int, stop_ids: Set[int]) -> Any:
+        """Return the `LLTokenizer` of llguidance.
+
+        Raises:
+            ValueError: llguidance cannot read this tokenizer.
+        """
+        from llguidance.hf import from_tokenizer
+
+        return from_tokenizer(self._tokenizer, n_vocab=vocabulary, eos_token=sorted(stop_ids) or None)
+
     def _render(
         self, conversation: Conversation, messages: Sequence[Mapping[str, Any]], invited: bool
     ) -> str:

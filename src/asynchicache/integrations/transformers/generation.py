@@ -6,7 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import torch
 
@@ -19,6 +19,29 @@ from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.types import MissReason, Tier
 
 
+class TokenConstraint(Protocol):
+    """What an output may be, token by token. Used on the model's thread."""
+
+    def allow(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits `[vocabulary]`, minus infinity for tokens that must not come next."""
+        ...
+
+    def take(self, token: int) -> bool:
+        """Go on with the token that was chosen; returns whether the output ends with it."""
+        ...
+
+
+class OutputOptions(NamedTuple):
+    """What an output may be, and what is told of it: see `PrefixCachedModel.generate`."""
+
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    constraint: TokenConstraint | None = None
+
+
+PLAIN = OutputOptions()
+
+
 class GenerationJob:
     """A prompt, its output so far, and its result.
 
@@ -28,6 +51,8 @@ class GenerationJob:
         sampler: chooses tokens.
         rule: decides when the output ends.
         logprobs: how many likely tokens the scores name; None for no scores.
+        constraint: what the output may be.
+        complete: whether the constraint ends the output with the last chosen token.
         scores: of the generated tokens, if wanted; written on the model's thread, ahead of `generated`.
         prompt_scores: of the prompt's tokens but the first, if wanted; else None.
         generated: token ids so far; the last one was not fed to the model yet.
@@ -41,21 +66,21 @@ class GenerationJob:
         prompt: array[int],
         sampling: Sampling,
         rule: StopRule,
+        options: OutputOptions = PLAIN,
         *,
         namespace: str | None,
         salt: str | None,
         traceparent: str | None = None,
         hint: CacheHint = NO_HINT,
-        logprobs: int | None = None,
-        prompt_logprobs: bool = False,
     ) -> None:
         self.prompt = prompt
         self.namespace, self.salt, self.traceparent, self.hint = namespace, salt, traceparent, hint
         self.sampler = Sampler(sampling)
         self.rule = rule
-        self.logprobs = logprobs
+        self.logprobs, self.constraint = options.logprobs, options.constraint
+        self.complete = False
         self.scores: list[TokenScore] = []
-        self.prompt_scores: list[TokenScore] | None = [] if prompt_logprobs else None
+        self.prompt_scores: list[TokenScore] | None = [] if options.prompt_logprobs else None
         self.generated: list[int] = []
         self.hit = Hit(0)
         self.decoding = False
@@ -77,7 +102,10 @@ class GenerationJob:
         Raises:
             RuntimeError: as of `Sampler.choose`.
         """
-        token = self.sampler.choose(logits)
+        constraint = self.constraint
+        token = self.sampler.choose(logits if constraint is None else constraint.allow(logits))
+        if constraint is not None:
+            self.complete = constraint.take(token)
         if self.logprobs is not None:
             self.scores += token_scores(logits.unsqueeze(0), [token], self.logprobs)
         return token
@@ -98,7 +126,8 @@ class GenerationJob:
         if self.ttft_s is None:
             self.ttft_s = self._loop.time() - self._arrived
         self.generated.append(token)
-        self.finish_reason = self.finish_reason or self.rule.reached(self.generated)
+        complete: FinishReason | None = "stop" if self.complete else None
+        self.finish_reason = self.finish_reason or complete or self.rule.reached(self.generated)
         self.news.set()
 
     def cancel(self) -> None:
@@ -205,7 +234,8 @@ class Generation:
         """
         self._closed = True
         self._job.cancel()
-        if self._job.task is not None:
+        if not _ended(self._job):  # no await then: whoever has its answer may cancel what tidies up
+            assert self._job.task is not None, "what has not ended runs"
             await asyncio.wait([self._job.task])
 
     async def __aenter__(self) -> Self:

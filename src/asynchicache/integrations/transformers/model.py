@@ -26,7 +26,12 @@ from asynchicache.integrations.transformers.admission import (
 from asynchicache.integrations.transformers.chat import Invitations, invitations_of
 from asynchicache.integrations.transformers.decoding import Decoder, Row
 from asynchicache.integrations.transformers.forward import known_tokens, steady_tokens, vocabulary_of
-from asynchicache.integrations.transformers.generation import Generation, GenerationJob
+from asynchicache.integrations.transformers.generation import (
+    Generation,
+    GenerationJob,
+    OutputOptions,
+    TokenConstraint,
+)
 from asynchicache.integrations.transformers.prefill_runner import (
     PrefillRunner,
     open_prefill_runner,
@@ -176,6 +181,7 @@ class PrefixCachedModel:
         hint: CacheHint = NO_HINT,
         logprobs: int | None = None,
         prompt_logprobs: bool = False,
+        constraint: TokenConstraint | None = None,
     ) -> Generation:
         """Start a generation; its tokens arrive as they are computed.
 
@@ -190,6 +196,7 @@ class PrefixCachedModel:
             hint: what the client knows about the future of these pages.
             logprobs: score the output, and name so many of the likeliest tokens. Default: None, no scores.
             prompt_logprobs: score the prompt too, which is computed whole: the cache keeps no logits.
+            constraint: what the output may be; for this generation only.
 
         Raises:
             InvalidTokensError: no tokens, or ids outside the model's vocabulary.
@@ -209,16 +216,9 @@ class PrefixCachedModel:
         self._check_steady(len(prompt), max_new_tokens)
         if self._invitations is not None and not hint.repeats:
             hint = replace(hint, repeats=self._invitations.repeated(prompt))
+        more = OutputOptions(logprobs, prompt_logprobs, constraint)
         job = GenerationJob(
-            prompt,
-            sampling,
-            rule,
-            namespace=namespace,
-            salt=salt,
-            traceparent=traceparent,
-            hint=hint,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            prompt, sampling, rule, more, namespace=namespace, salt=salt, traceparent=traceparent, hint=hint
         )
         return self._begin(job)
 

@@ -1,0 +1,89 @@
+"""What `make clients-e2e` runs: clients that others wrote, pinned and unchanged, and `asynchicache serve`.
+
+openai, lm-eval and guidellm have an environment of their own below `.clients`, installed once from a pinned
+list. The benchmarks of vLLM and SGLang run in the environments of `make engines-e2e`.
+"""
+# ruff: noqa: S603, T201  # it runs our own commands, and prints for people
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+import engines_e2e
+
+from conformance import pip, python_of, ready
+
+ROOT = Path(__file__).parents[1]
+SUITE = ROOT / "tests" / "clients"
+FOLDER = ROOT / ".clients"
+REQUIREMENTS = ROOT / "scripts" / "clients.txt"
+FOR_SGLANG = ROOT / "scripts" / "clients-sglang.txt"
+
+
+def make_environment(folder: Path) -> None:
+    """Install the clients' packages, once for each state of the lists; pip must add no builds for CUDA."""
+    wanted = hashlib.sha256(REQUIREMENTS.read_bytes() + FOR_SGLANG.read_bytes()).hexdigest()
+    stamp = folder / "venv" / ".installed"
+    if ready(stamp, wanted):
+        return
+    print(f"installing {REQUIREMENTS.name} into {folder / 'venv'}, 1.5 GB; this takes minutes", flush=True)
+    venv.create(folder / "venv", with_pip=True, clear=True)
+    pip(folder, "install", "--no-deps", "--requirement", str(REQUIREMENTS))
+    more = ("--upgrade", "--target", str(folder / "sglang"), "--requirement", str(FOR_SGLANG))
+    pip(folder, "install", "--no-deps", *more)
+    stamp.write_text(wanted)
+
+
+def engine_client(folder: Path, name: str, more: Path) -> dict[str, object]:
+    """How a benchmark of an engine is started: its interpreter, and the environment."""
+    engine = next(engine for engine in engines_e2e.ENGINES if engine.name == name)
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    engines_e2e.make_environment(folder / name, engine)
+    variables = engines_e2e.environment(folder / name, engine)
+    return {
+        "python": str(python_of(folder / name)),
+        "environment": variables | {"PYTHONPATH": os.pathsep.join((variables["PYTHONPATH"], str(more)))},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """
+    Returns:
+        pytest's status. What pip lacks is an error of its own.
+    """
+    parser = argparse.ArgumentParser(description="Run other people's clients against asynchicache serve.")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the clients' environment goes")
+    parser.add_argument("--engines", type=Path, default=engines_e2e.FOLDER, help="where the engines' are")
+    parser.add_argument("--install", action="store_true", help="make the environments, and run nothing")
+    options, more = parser.parse_known_args(arguments)
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    make_environment(folder)
+    quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    clients: dict[str, object] = {
+        "packages": {"python": str(python_of(folder)), "environment": os.environ | quiet},
+        "vllm": engine_client(options.engines.resolve(), "vllm", folder / "none"),
+        "sglang": engine_client(options.engines.resolve(), "sglang", folder / "sglang"),
+    }
+    if options.install:
+        return 0
+    (folder / "clients.json").write_text(json.dumps(clients))
+    environment = os.environ | {
+        "ASYNCHICACHE_CLIENTS": str(folder / "clients.json"),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests"))),
+    }
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / "tests" / "engines" / "pytest.ini"]
+    where = ["--rootdir", ROOT, "--confcutdir", SUITE, SUITE]
+    return subprocess.run([*command, *where, *more], env=environment, cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
