@@ -1,4 +1,4 @@
-"""The 3FS backend: a folder with one preallocated file per pool, and a metadata service that assigns slots.
+"""The 3FS backend: a folder with one preallocated file per pool, and a store of names that assigns slots.
 
 The metadata protocol follows SGLang's hf3fs engine (https://github.com/sgl-project/sglang/pull/23241) and
 adds leases and generations.
@@ -10,12 +10,15 @@ import logging
 import re
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 from asynchicache.backends.engine_registry import EngineRegistry
 from asynchicache.backends.hf3fs.datafile import DataFile, DataPath
 from asynchicache.backends.hf3fs.engine import Hf3fsEngine
 from asynchicache.backends.hf3fs.folder import claim_folder
-from asynchicache.backends.hf3fs.metadata.client import MetadataClient, MetadataNamespace
+from asynchicache.backends.hf3fs.metadata.local import LocalNames
+from asynchicache.backends.hf3fs.metadata.namespace import MetadataNamespace
+from asynchicache.backends.hf3fs.metadata.words import NameStore
 from asynchicache.backends.hf3fs.options import Hf3fsOptions, Io
 from asynchicache.backends.hf3fs.posix import PosixPath
 from asynchicache.backends.hf3fs.usrbio import UsrbioPath, load_usrbio
@@ -37,7 +40,7 @@ class Hf3fsBackend:
         port: threads, clock, randomness.
 
     Raises:
-        ConfigError: the metadata service's URL is invalid.
+        ConfigError: option `metadata` is no URL of a server, or breaks a rule of the redis backend.
         StorageError: a required library is not installed.
     """
 
@@ -47,17 +50,17 @@ class Hf3fsBackend:
         self._options = options
         self._port = port
         self._usrbio = load_usrbio() if options.io is Io.USRBIO else None
-        self._client = MetadataClient(options.metadata, port, seconds=options.metadata_seconds)
+        self._names = _names(options, port)
         self._engines: EngineRegistry[Hf3fsEngine] = EngineRegistry()
         self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> Hf3fsEngine:
-        """Register the pool with the metadata service, and open its file.
+        """Register the pool with the store of names, and open its file.
 
         Raises:
-            StorageError: the service does not answer, the folder or file cannot be used, or the pool is
+            StorageError: the store does not answer, the folder or file cannot be used, or the pool is
                 open with another binding.
-            StorageFormatError: the folder or the service holds incompatible data.
+            StorageFormatError: the folder or the store holds incompatible data.
             ClosedError: the backend is closed.
         """
         if self._closed:
@@ -68,17 +71,17 @@ class Hf3fsBackend:
     async def aclose(self) -> None:
         self._closed = True
         await self._engines.aclose()
-        await self._client.aclose()
+        await self._names.aclose()
 
     async def _open(self, name: str, binding: PoolBinding) -> Hf3fsEngine:
         options = self._options
         frame_bytes = binding.header_bytes + binding.slot_bytes
         wanted = options.slots_of(binding.pool, frame_bytes)
-        known = await self._client.open(name, 1, frame_bytes)
+        known = await self._names.open(name, 1, frame_bytes)
         data = await self._port.run_blocking(partial(self._open_data, name, known.store, wanted, binding))
         try:
             # Register only after the file is allocated: a namespace never shrinks again.
-            opened = await self._client.open(name, wanted, frame_bytes)
+            opened = await self._names.open(name, wanted, frame_bytes)
         except BaseException:
             await self._port.run_blocking(data.close)
             raise
@@ -87,7 +90,7 @@ class Hf3fsBackend:
         return Hf3fsEngine(
             binding,
             self._port,
-            MetadataNamespace(self._client, opened, name, frame_bytes),
+            MetadataNamespace(self._names, opened, name, frame_bytes),
             data,
             writes=options.replicated_writer or bool(binding.shard),
             concurrency=options.workers,
@@ -113,11 +116,22 @@ class Hf3fsBackend:
             raise
 
     def __repr__(self) -> str:
-        return f"<Hf3fsBackend {self._options.path}, {self._client.url}: {len(self._engines)} pools>"
+        return f"<Hf3fsBackend {self._options.path}, {self._names.where}: {len(self._engines)} pools>"
+
+
+def _names(options: Hf3fsOptions, port: Port) -> NameStore:
+    if not options.remote:
+        return LocalNames(Path(options.metadata).expanduser(), port, options.metadata_seconds)
+    try:
+        from asynchicache.backends.hf3fs.metadata.shared import open_names
+    except ImportError as error:
+        raise StorageError("names in Redis need redis-py: pip install 'asynchicache[redis]'") from error
+    words = {**options.metadata_options, "url": options.metadata, "timeout_seconds": options.metadata_seconds}
+    return open_names(words, port)
 
 
 def namespace_name(binding: PoolBinding) -> str:
-    """A name unique to the pool, shard and fingerprint, for the file and for the service's namespace.
+    """A name unique to the pool, shard and fingerprint, for the file and for its namespace.
 
     Raises:
         StorageError: a part of the name is not allowed in a path.

@@ -1,4 +1,4 @@
-"""One pool on 3FS: locate or reserve slots at the metadata service, move pages, report the results."""
+"""One pool on 3FS: locate or reserve slots in the store of names, move pages, report the results."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from uuid import uuid4
 
 from asynchicache.backends.closing import off_the_loop
 from asynchicache.backends.hf3fs.datafile import DataPath, Frame
-from asynchicache.backends.hf3fs.metadata.client import MetadataNamespace
-from asynchicache.backends.hf3fs.metadata.messages import Claim, SlotVersion
+from asynchicache.backends.hf3fs.metadata.namespace import MetadataNamespace
+from asynchicache.backends.hf3fs.metadata.words import Claim, SlotVersion
 from asynchicache.errors import ClosedError, StorageError
 from asynchicache.failure_log import FailureLog
 from asynchicache.hashing import ObjectKey
@@ -34,7 +34,7 @@ class Hf3fsEngine:
     Args:
         binding: the pool's slots in host memory.
         port: threads and clock.
-        namespace: the pool's pages in the metadata service.
+        namespace: the pool's pages in the store of names.
         data: moves bytes; closed by `aclose`.
         writes: whether this rank writes; otherwise puts return EXISTS or REJECTED.
         concurrency: number of concurrent batches.
@@ -65,7 +65,7 @@ class Hf3fsEngine:
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         """
         Raises:
-            StorageError: the metadata service does not answer.
+            StorageError: the store of names does not answer.
         """
         self._check_open()
         return bytearray(await self._namespace.exists(_names(keys))) if keys else bytearray()
@@ -89,20 +89,31 @@ class Hf3fsEngine:
         return await self._run(partial(self._delete, keys), keys)
 
     async def touch(self, keys: Sequence[ObjectKey]) -> None:
-        """Report uses to the service, oldest first.
+        """Report uses to the store, oldest first.
 
         Raises:
-            StorageError: the metadata service does not answer, or is too old to know this call.
+            StorageError: the store of names does not answer.
         """
         self._check_open()
         if keys:
             await self._namespace.touch(_names(keys))
 
+    async def leaving(self, pages: int) -> list[ObjectKey]:
+        """What makes room for `pages` more, the first to go first.
+
+        Raises:
+            StorageError: the store of names does not answer.
+        """
+        self._check_open()
+        names = await self._namespace.leaving(pages)
+        own = self._binding
+        return [ObjectKey(own.fingerprint, bytes.fromhex(name), own.pool, own.shard) for name in names]
+
     async def clear(self) -> int:
         """Drop all pages of this pool, shard and fingerprint only. Returns their number.
 
         Raises:
-            StorageError: the metadata service does not answer.
+            StorageError: the store of names does not answer.
         """
         self._check_open()
         return await self._namespace.clear()
@@ -121,7 +132,7 @@ class Hf3fsEngine:
     async def _run(
         self, call: Callable[[], Coroutine[object, object, list[Outcome]]], keys: Sequence[ObjectKey]
     ) -> list[Outcome]:
-        """Run a call to its end even if its caller is cancelled. FAILED if the service does not answer."""
+        """Run a call to its end even if its caller is cancelled. FAILED if the store does not answer."""
         self._check_open()
         if not keys:
             return []
@@ -171,7 +182,7 @@ class Hf3fsEngine:
     async def _drop_unfit(
         self, keys: Sequence[ObjectKey], places: dict[int, SlotVersion], outcomes: list[Outcome]
     ) -> None:
-        """Forget damaged or missing pages. If the service rejects a claim, the page was evicted during the
+        """Forget damaged or missing pages. If the store rejects a claim, the page was evicted during the
         read: it is a MISS, not damaged."""
         unfit = [place for place in places if outcomes[place] in (Outcome.CORRUPT, Outcome.MISS)]
         if not unfit:

@@ -1,4 +1,4 @@
-"""Folder ownership: a marker file names the metadata service that manages the files beside it."""
+"""Folder ownership: a marker file names the store of names that manages the files beside it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from asynchicache.errors import StorageError, StorageFormatError
 
 _MARKER = "STORE"
 _MAGIC = "asynchicache hf3fs store"
-_FORMAT = 2
+_FORMAT = 3
 _MAX_DIGITS = 9  # of a version; Python refuses to parse integers of thousands of digits
 
 
 def claim_folder(folder: Path, store: str) -> None:
-    """Create the folder and mark it as the service's, or check that it already is.
+    """Create the folder and mark it as the store's, or check that it already is.
 
     Args:
         folder: on the 3FS mount.
-        store: the service's id.
+        store: the store's id.
 
     Raises:
-        StorageFormatError: the folder holds another service's files, or foreign files.
+        StorageFormatError: the folder holds another store's files, or foreign files.
         StorageError: the folder cannot be created or written.
     """
     marker = folder / _MARKER
@@ -48,7 +48,7 @@ def _check_empty(folder: Path) -> None:
 
 
 def _write_marker(marker: Path, store: str) -> None:
-    """Write the marker atomically. If two services race, the later one wins; the check detects this."""
+    """Write the marker atomically. If two stores race, the later one wins; the check detects this."""
     draft = marker.with_name(f"{_MARKER}.{uuid4().hex}")
     draft.write_text(f"{_MAGIC} {_FORMAT} {store}\n", "utf-8")
     draft.replace(marker)
@@ -62,8 +62,8 @@ def _check_marker(marker: Path, store: str) -> None:
         raise StorageFormatError.of_version(marker, int(found), _FORMAT, "folder")
     if owner != store:
         raise StorageFormatError(
-            f"{marker.parent} belongs to the metadata service of state {owner}, and this one's is {store}: "
-            "start the service with its own --dir, or give another folder"
+            f"{marker.parent} belongs to the names of state {owner}, and option metadata leads to {store}: "
+            "give the metadata that it was used with, or another folder"
         )
 
 

@@ -12,8 +12,6 @@ from msgspec import Meta
 from asynchicache.backends.options import BackendOptions
 from asynchicache.options import Positive
 
-DEFAULT_METADATA = "http://127.0.0.1:18000"
-
 _Deadline: TypeAlias = Annotated[float, Meta(gt=0, le=86_400)]
 
 
@@ -30,7 +28,10 @@ class Hf3fsOptions(BackendOptions, frozen=True):
     Attributes:
         path: a folder on the 3FS mount, used by this cache only; created if missing. A leading `~` is the
             user's home.
-        metadata: URL of the metadata service. Default: `http://127.0.0.1:18000`.
+        metadata: where names and reservations are kept: the URL of a Redis or Valkey server, cluster or
+            Sentinels, for many hosts; or a folder on a local disk, for the processes of one host.
+        metadata_options: further options of the redis backend, for such a URL: `password`, `service`,
+            `ca_file`, `namespace`, ... Default: none.
         capacity_bytes: bytes of a pool's file. Default: 1 GiB.
         fractions: by pool, its file's share of `capacity_bytes`, at least one page. Default: 1.0.
         io: `posix` or `usrbio`. Default: `posix`.
@@ -48,7 +49,8 @@ class Hf3fsOptions(BackendOptions, frozen=True):
     backend: ClassVar[str] = "hf3fs"
 
     path: Path
-    metadata: str = DEFAULT_METADATA
+    metadata: str = ""
+    metadata_options: Mapping[str, object] = {}
     capacity_bytes: Positive = 1 << 30
     fractions: Mapping[str, Annotated[float, Meta(gt=0, le=1)]] = {}
     io: Io = Io.POSIX
@@ -64,6 +66,16 @@ class Hf3fsOptions(BackendOptions, frozen=True):
     def check(self) -> None:
         if self.zero_copy and self.io is not Io.USRBIO:
             raise self.refused("zero_copy", True, "needs io='usrbio'")
+
+        if not self.metadata:
+            raise self.missing("metadata", "names a folder on a local disk, or redis://host:port")
+        if self.metadata_options and not self.remote:
+            raise self.refused("metadata_options", dict(self.metadata_options), "needs the URL of a server")
+
+    @property
+    def remote(self) -> bool:
+        """Whether `metadata` is a URL."""
+        return "://" in self.metadata
 
     def slots_of(self, pool: str, frame_bytes: int) -> int:
         """Number of pages that fit into a pool's file."""

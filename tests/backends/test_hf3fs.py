@@ -26,16 +26,16 @@ from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.types import Outcome
-from engines import Server, free_port
-from storage.hf3fs_services import (
+from engines import Server
+from storage.hf3fs_names import (
     FRAME_BYTES,
     PAGE_BYTES,
     Clock,
     backend_at,
     bench_at,
+    names_here,
+    names_server,
     open_bench,
-    service_here,
-    service_process,
 )
 from storage.short_reads import Cuts
 
@@ -50,8 +50,8 @@ def clock() -> Clock:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory, clock: Clock) -> Iterator[str]:
-    """One service for all: every test has weights of its own."""
-    with service_here(tmp_path_factory.mktemp("metadata"), clock) as url:
+    """One folder of names for all: every test has weights of its own."""
+    with names_here(tmp_path_factory.mktemp("metadata"), clock) as url:
         yield url
 
 
@@ -405,19 +405,18 @@ def test_runs_are_cut_where_a_slot_does_not_follow() -> None:
     assert list(runs(frames, 2)) == [[1, 2], [0], [3, 4], [5]]
 
 
-# A service that dies, and comes back.
+# A server of names that dies, and comes back.
 
 
 @asynccontextmanager
 async def served(tmp_path: Path, **options: object) -> AsyncIterator[tuple[PoolUnderTest, Server]]:
-    port = free_port()
-    with service_process(tmp_path / "metadata", port) as server:
-        async with bench_at(tmp_path / "pages", f"http://127.0.0.1:{port}", **options) as bench:
+    with names_server(tmp_path / "metadata") as server:
+        async with bench_at(tmp_path / "pages", server.url, **options) as bench:
             yield bench, server
 
 
 @pytest.mark.asyncio
-async def test_without_its_service_every_call_fails_and_after_it_works_again(tmp_path: Path) -> None:
+async def test_without_its_names_every_call_fails_and_after_it_works_again(tmp_path: Path) -> None:
     async with served(tmp_path) as (bench, server):
         keys = bench.keys(1, 2)
         await bench.put(keys[:1], [0])
@@ -435,7 +434,7 @@ async def test_without_its_service_every_call_fails_and_after_it_works_again(tmp
 
 
 @pytest.mark.asyncio
-async def test_a_service_that_dies_during_a_write_makes_it_fail_or_be_stored(tmp_path: Path) -> None:
+async def test_a_server_of_names_that_dies_during_a_write_makes_it_fail_or_be_stored(tmp_path: Path) -> None:
     async with served(tmp_path) as (bench, server):
         with Gate(bench, "write") as gate:
             putting = asyncio.create_task(bench.put(bench.keys(1, 2), [0, 1]))
@@ -451,7 +450,7 @@ async def test_a_service_that_dies_during_a_write_makes_it_fail_or_be_stored(tmp
 @pytest.mark.asyncio
 async def test_files_are_closed_though_the_threads_are_gone(tmp_path: Path, url: str) -> None:
     port = AsyncioPort(threads=1, seed=0)
-    backend = open_backend({"path": tmp_path, "metadata": url, "capacity_bytes": 1 << 20}, port)
+    backend = open_backend({"path": tmp_path, "metadata": str(url), "capacity_bytes": 1 << 20}, port)
     await open_bench(backend)
     assert str(pages_file(tmp_path)) in open_files()
     await port.aclose()

@@ -1,4 +1,4 @@
-"""What the 3FS backend says of options, folders and services that it cannot use."""
+"""What the 3FS backend says of options, folders and names that it cannot use."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from asynchicache.storage.binding import SlotBinding
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.types import Outcome
 from engines import free_port
-from storage.hf3fs_services import FRAME_BYTES, Clock, backend_at, bench_at, open_bench, service_here
+from storage.hf3fs_names import FRAME_BYTES, Clock, backend_at, bench_at, names_here, open_bench
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with service_here(tmp_path_factory.mktemp("metadata"), Clock()) as url:
+    with names_here(tmp_path_factory.mktemp("metadata"), Clock()) as url:
         yield url
 
 
@@ -55,7 +55,7 @@ def names_in(folder: Path) -> list[str]:
 )
 def test_options_outside_their_rule_are_named(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Hf3fsOptions.of({"path": "/3fs/pages", **options})
+        Hf3fsOptions.of({"path": "/3fs/pages", "metadata": "/var/names", **options})
 
     assert words in str(caught.value)
 
@@ -63,7 +63,7 @@ def test_options_outside_their_rule_are_named(options: dict[str, object], words:
 @pytest.mark.asyncio
 async def test_it_is_found_by_its_name(tmp_path: Path, url: str) -> None:
     port = AsyncioPort(threads=1)
-    backend = open_by_name("hf3fs", {"path": str(tmp_path / "pages"), "metadata": url}, port)
+    backend = open_by_name("hf3fs", {"path": str(tmp_path / "pages"), "metadata": str(url)}, port)
     await backend.aclose()
     await port.aclose()
 
@@ -71,18 +71,27 @@ async def test_it_is_found_by_its_name(tmp_path: Path, url: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_url_that_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"metadata": "http://here:18000"}, r"option metadata: .*url='http://here:18000' must be redis://"),
+        ({"metadata": "redis://here", "metadata_options": {"services": "m"}}, "no option 'services'"),
+        ({"metadata": "here", "metadata_options": {"service": "m"}}, "needs the URL of a server"),
+        ({}, "metadata is missing; it names a folder on a local disk, or redis://host:port"),
+    ],
+)
+async def test_metadata_that_is_none(tmp_path: Path, options: dict[str, object], words: str) -> None:
     port = AsyncioPort(threads=1)
-    with pytest.raises(ConfigError, match="metadata='here' must be http://host:port"):
-        open_backend({"path": tmp_path, "metadata": "here"}, port)
+    with pytest.raises(ConfigError, match=words):
+        open_backend({"path": tmp_path, **options}, port)
     await port.aclose()
 
 
 @pytest.mark.asyncio
 async def test_a_closed_port_is_an_error_when_a_pool_is_opened(tmp_path: Path) -> None:
     port = free_port()
-    with pytest.raises(StorageError, match=f"no metadata service for hf3fs at http://127.0.0.1:{port}"):
-        async with bench_at(tmp_path / "pages", f"http://127.0.0.1:{port}"):
+    with pytest.raises(StorageError, match=f"127.0.0.1:{port}: open: Connection refused"):
+        async with bench_at(tmp_path / "pages", f"redis://127.0.0.1:{port}"):
             pass
 
     assert not (tmp_path / "pages").exists()
@@ -97,8 +106,8 @@ async def test_a_closed_port_is_an_error_when_a_pool_is_opened(tmp_path: Path) -
         ("STORE", b"", "no marker of hf3fs"),
         ("STORE", b"asynchicache file store 1\n", "no marker of hf3fs"),
         ("STORE", b"asynchicache hf3fs store " + b"9" * 5000 + b" abc\n", "no marker of hf3fs"),
-        ("STORE", b"asynchicache hf3fs store 9 abc\n", "has format 9; this version reads format 2: update"),
-        ("STORE", b"asynchicache hf3fs store 2 abc\n", "belongs to the metadata service of state abc"),
+        ("STORE", b"asynchicache hf3fs store 9 abc\n", "has format 9; this version reads format 3: update"),
+        ("STORE", b"asynchicache hf3fs store 3 abc\n", "belongs to the names of state abc"),
     ],
 )
 async def test_a_folder_of_something_else_is_left_alone(
@@ -124,12 +133,12 @@ async def test_a_folder_that_is_a_file(tmp_path: Path, url: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_service_with_another_state_is_refused(tmp_path: Path, url: str) -> None:
-    with service_here(tmp_path / "other", Clock()) as other:
+async def test_names_of_another_state_are_refused(tmp_path: Path, url: str) -> None:
+    with names_here(tmp_path / "other", Clock()) as other:
         async with bench_at(tmp_path / "pages", other) as bench:
             await bench.put(bench.keys(1), [0])
 
-    with pytest.raises(StorageFormatError, match="start the service with its own --dir"):
+    with pytest.raises(StorageFormatError, match="give the metadata that it was used with"):
         async with bench_at(tmp_path / "pages", url):
             pass
 

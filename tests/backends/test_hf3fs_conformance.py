@@ -1,4 +1,4 @@
-"""The 3FS engine on both data paths, bare and behind wrappers, with a real metadata service."""
+"""The 3FS engine on both data paths, bare and behind wrappers, with names in SQLite and in Redis."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from asynchicache.ports import Port
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import BackendConformance, PoolUnderTest
 from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent
-from engines import free_port
-from storage.hf3fs_services import service_process
+from storage.hf3fs_names import names_server
 from storage.usrbio_standin import Usrbio
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = free_port()
-    with service_process(tmp_path_factory.mktemp("metadata"), port):
-        yield f"http://127.0.0.1:{port}"
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("redis", marks=pytest.mark.engine("redis"))])
+def names(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("metadata")
+    if request.param == "sqlite":
+        yield str(folder)
+    else:
+        with names_server(folder) as server:
+            yield server.url
 
 
 class Served(BackendConformance):
-    """Every test has weights of its own, so that all can share one service."""
+    """Every test has weights of its own, so that all can share one store of names."""
 
     bounded = True
 
     @pytest.fixture(autouse=True)
-    def _served(self, service: str) -> None:
-        self.url = service
+    def _served(self, names: str) -> None:
+        self.url = names
         self.salt = uuid4().hex
 
     async def open(

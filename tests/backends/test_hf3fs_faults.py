@@ -19,8 +19,7 @@ from asynchicache.storage.guard import GuardedPool, PoolLimits
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.types import Outcome
-from engines import free_port
-from storage.hf3fs_services import FRAME_BYTES, PAGE_BYTES, Clock, service_here, service_process
+from storage.hf3fs_names import FRAME_BYTES, PAGE_BYTES, Clock, names_here, names_server
 from storage.usrbio_standin import Behaviour, Usrbio
 
 HIT, MISS, STORED, EXISTS = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.EXISTS
@@ -76,7 +75,7 @@ async def scene(url: str, path: Path, seed: int, **options: object) -> AsyncIter
         stack.push_async_callback(port.aclose)
         given = {
             "path": path,
-            "metadata": url,
+            "metadata": str(url),
             "capacity_bytes": 30 * FRAME_BYTES,
             "metadata_seconds": 60,
             **options,
@@ -93,7 +92,7 @@ async def scene(url: str, path: Path, seed: int, **options: object) -> AsyncIter
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with service_here(tmp_path_factory.mktemp("metadata"), Clock()) as url:
+    with names_here(tmp_path_factory.mktemp("metadata"), Clock()) as url:
         yield url
 
 
@@ -146,13 +145,14 @@ async def test_a_call_that_hangs_is_late_and_then_done(tmp_path: Path, url: str)
 @pytest.mark.asyncio
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(20))
-async def test_a_service_killed_at_random_instants_under_every_fault(tmp_path: Path, seed: int) -> None:
-    port = free_port()
+async def test_a_server_of_names_killed_at_random_instants_under_every_fault(
+    tmp_path: Path, seed: int
+) -> None:
     chance = Random(seed)
-    with service_process(tmp_path / "metadata", port) as server:
+    with names_server(tmp_path / "metadata") as server:
         # Room for what writers leave reserved when they find the service gone: it returns after a minute.
         room = {"capacity_bytes": 1000 * FRAME_BYTES}
-        async with scene(f"http://127.0.0.1:{port}", tmp_path / "pages", seed, **room) as s:
+        async with scene(server.url, tmp_path / "pages", seed, **room) as s:
             s.faults.rates = FaultRates(partial=0.1, swap=0.1)
             for _ in range(10):
                 calls = asyncio.create_task(s.random_calls(chance, 60))

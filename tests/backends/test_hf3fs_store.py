@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache.backends.hf3fs.metadata.messages import Claim, SlotVersion
 from asynchicache.backends.hf3fs.metadata.store import MetadataStore, UnknownNamespaceError
-from asynchicache.errors import ConfigError, StorageFormatError, UsageError
-from storage.hf3fs_services import Clock
+from asynchicache.backends.hf3fs.metadata.words import Claim, SlotVersion
+from asynchicache.errors import StorageFormatError, UsageError
+from storage.hf3fs_names import Clock
 
 LEASE = 10.0
 
@@ -87,7 +87,7 @@ def test_reserving_again_with_one_token_gives_the_same_slots(shelf: Shelf) -> No
     again = shelf.store.reserve(shelf.number, token(7), [name(1), name(2)])
 
     assert again == first
-    assert shelf.store.status().namespaces[0].reserved == 2
+    assert shelf.store.counts(shelf.number)[1] == 2
 
 
 def test_a_key_twice_in_one_reservation_is_refused(shelf: Shelf) -> None:
@@ -100,7 +100,7 @@ def test_of_two_writers_the_later_finds_the_page_there(shelf: Shelf) -> None:
     assert mine != yours
 
     assert [shelf.confirm(*mine), shelf.confirm(*yours)] == [["stored"], ["existed"]]
-    assert shelf.store.status().namespaces[0].reserved == 0
+    assert shelf.store.counts(shelf.number)[1] == 0
 
 
 def test_the_least_recently_used_page_makes_room(shelf: Shelf) -> None:
@@ -111,7 +111,7 @@ def test_the_least_recently_used_page_makes_room(shelf: Shelf) -> None:
     shelf.put(5)
 
     assert shelf.held(1, 2, 3, 4, 5) == [True, True, True, False, True]  # the end of the path
-    assert shelf.store.status().namespaces[0].evicted == 1
+    assert shelf.store.counts(shelf.number)[2] == 1
 
 
 def test_a_touch_counts_as_a_use_and_of_nothing_else(shelf: Shelf) -> None:
@@ -247,47 +247,56 @@ def test_a_handle_of_another_store_is_unknown(shelf: Shelf, handle: str) -> None
         shelf.store.number(handle.format(id=shelf.store.id))
 
 
-def test_everything_but_read_leases_survives_a_crash(tmp_path: Path, clock: Clock) -> None:
+def test_everything_survives_a_crash_leases_too(tmp_path: Path, clock: Clock) -> None:
     shelf = Shelf(tmp_path, clock)
     shelf.put(1, 2)
     (reserved,) = shelf.reserve(3)
-    shelf.locate(1)
+    lease, _ = shelf.locate(1, 2)
     shelf.store._database.close()  # as a kill leaves it
 
     again = Shelf(tmp_path, clock)
+    again.tokens = 100
 
     assert again.store.id == shelf.store.id
     assert again.held(1, 2, 3) == [True, True, False]
+    assert [claim is not None for claim in again.reserve(4, 5)] == [True, False]
+    again.store.end_reads([lease])
     assert again.confirm(reserved) == ["stored"]
     again.store.close()
 
 
-def test_a_read_that_began_before_a_crash_ends_no_lease_of_after_it(tmp_path: Path, clock: Clock) -> None:
+def test_processes_of_a_host_share_leases(tmp_path: Path, clock: Clock) -> None:
+    one, other = Shelf(tmp_path, clock), Shelf(tmp_path, clock)
+    other.tokens = 100
+    one.put(1, 2, 3, 4)
+    lease, _ = one.locate(1, 2, 3, 4)
+    assert other.reserve(5) == [None]
+
+    other.store.end_reads([lease])
+
+    assert other.put(5) == ["stored"]
+    assert one.held(4, 5) == [False, True]
+    one.store.close()
+    other.store.close()
+
+
+def test_a_host_that_starts_anew_has_no_readers_and_reservations_have_a_full_lease(
+    tmp_path: Path, clock: Clock
+) -> None:
     shelf = Shelf(tmp_path, clock)
-    shelf.put(1, 2, 3, 4)
-    old, _ = shelf.locate(1)
-    shelf.store._database.close()
-    again = Shelf(tmp_path, clock)
-    again.locate(1, 2, 3, 4)
+    shelf.put(1)
+    shelf.locate(1)
+    shelf.reserve(2, 3, 4)
+    shelf.store._database.execute("UPDATE store SET boot = 'another'")
+    shelf.store.close()
+    clock.time = 3.0  # its clock begins anew
 
-    again.store.end_reads([old])
-
-    assert again.reserve(5) == [None]
-    again.store.close()
-
-
-def test_after_a_crash_reservations_have_a_full_lease(tmp_path: Path, clock: Clock) -> None:
-    shelf = Shelf(tmp_path, clock)
-    shelf.reserve(1, 2, 3, 4)
-    clock.time += LEASE - 1
-    shelf.store._database.close()
     again = Shelf(tmp_path, clock)
     again.tokens = 100
 
-    clock.time += LEASE - 1
-    assert again.reserve(5) == [None]
-    clock.time += 1
-    assert again.reserve(5) != [None]
+    assert [claim is not None for claim in again.reserve(5, 6)] == [True, False]
+    clock.time += LEASE
+    assert [claim is not None for claim in again.reserve(6, 7, 8)] == [True] * 3
     again.store.close()
 
 
@@ -313,12 +322,7 @@ def test_a_failed_change_leaves_everything_as_it_was(shelf: Shelf, monkeypatch: 
             shelf.reserve(5)
 
     assert shelf.held(1, 2, 3, 4) == [True] * 4
-    assert shelf.store.status().namespaces[0].reserved == 0
-
-
-def test_leases_of_no_seconds_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"lease_seconds=0 must be above 0"):
-        MetadataStore(tmp_path, lease_seconds=0)
+    assert shelf.store.counts(shelf.number)[1] == 0
 
 
 class Model:
@@ -357,9 +361,9 @@ class Model:
             self.reading[lease] = slots
 
     def check(self) -> None:
-        status = self.shelf.store.status().namespaces[0]
-        assert status.reserved == len(self.reserved)
-        assert status.held + status.reserved <= self.slots
+        held, reserved, _ = self.shelf.store.counts(self.shelf.number)
+        assert reserved == len(self.reserved)
+        assert held + reserved <= self.slots
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -389,6 +393,5 @@ def test_random_calls_keep_every_rule(tmp_path: Path, clock: Clock, seed: int) -
         elif action == "crash" and step % 5 == 0:
             shelf.store._database.close()
             shelf.store = MetadataStore(tmp_path, lease_seconds=LEASE, now=clock)
-            model.reading.clear()
         model.check()
     shelf.store.close()

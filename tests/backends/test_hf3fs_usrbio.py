@@ -32,7 +32,7 @@ from asynchicache.testing.backends import (
     slab_of,
 )
 from asynchicache.types import Outcome
-from storage.hf3fs_services import FRAME_BYTES, PAGE_BYTES, Clock, backend_at, bench_at, service_here
+from storage.hf3fs_names import FRAME_BYTES, PAGE_BYTES, Clock, backend_at, bench_at, names_here
 from storage.usrbio_standin import Behaviour, Usrbio
 
 STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
@@ -46,8 +46,8 @@ def clock() -> Clock:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory, clock: Clock) -> Iterator[str]:
-    """One service for all: every test has weights of its own."""
-    with service_here(tmp_path_factory.mktemp("metadata"), clock) as url:
+    """One folder of names for all: every test has weights of its own."""
+    with names_here(tmp_path_factory.mktemp("metadata"), clock) as url:
         yield url
 
 
@@ -392,7 +392,7 @@ async def test_without_a_copy_closing_ends_a_call_that_would_wait_for_ever(
 class TestZeroCopy(BackendConformance):
     @pytest.fixture(autouse=True)
     def _ready(self, usrbio: Usrbio, options: dict[str, object], url: str) -> Iterator[None]:
-        self.options = {**options, "metadata": url, "capacity_bytes": 1 << 20, "zero_copy": True}
+        self.options = {**options, "metadata": str(url), "capacity_bytes": 1 << 20, "zero_copy": True}
         self.slabs: list[SharedSlab] = []
         self.salt = uuid4().hex
         yield

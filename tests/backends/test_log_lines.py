@@ -20,9 +20,8 @@ from asynchicache.storage.limits import PoolLimits
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.types import Outcome
 from cache.engine import SPEC, Engine, config
-from engines import free_port
 from storage.file_stores import bench_at as file_bench
-from storage.hf3fs_services import service_process
+from storage.hf3fs_names import names_server
 from storage.listening import listening
 from storage.object_servers import bench_at as object_bench
 from storage.redis_servers import RedisServer
@@ -151,15 +150,12 @@ async def test_a_file_that_was_cut(caplog: pytest.LogCaptureFixture, tmp_path: P
     assert len(lines(caplog)) <= 4, lines(caplog)
 
 
-async def test_a_metadata_service_that_is_gone(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    number, port = free_port(), AsyncioPort(threads=2, seed=0)
-    options = {
-        "path": tmp_path / "pages",
-        "metadata": f"http://127.0.0.1:{number}",
-        "capacity_bytes": 1 << 20,
-    }
+@pytest.mark.engine("redis")
+async def test_a_server_of_names_that_is_gone(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    port, server = AsyncioPort(threads=2, seed=0), names_server(tmp_path / "metadata")
+    options = {"path": tmp_path / "pages", "metadata": server.url, "capacity_bytes": 1 << 20}
     backend = open_backend({**options, "metadata_seconds": 60}, port)
-    with service_process(tmp_path / "metadata", number):
+    with server:
         binding = SlotBinding(slab_of("kv", 5000, 64), fingerprint_of("w1"))
         bench = PoolUnderTest(await backend.open_pool(binding), binding)
         await bench.put(bench.keys(1), [0])

@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 
+from asynchicache.backends.hf3fs.metadata.namespace import MetadataNamespace
+from asynchicache.backends.hf3fs.metadata.shared import open_names
+from asynchicache.backends.hf3fs.metadata.words import Claim
 from asynchicache.errors import StorageError
+from asynchicache.ports import AsyncioPort
 from asynchicache.testing.backends import PoolUnderTest
 from asynchicache.types import Outcome
 from engines import free_port, module
@@ -101,6 +105,20 @@ async def test_keys_that_move_to_another_node_are_followed(cluster: RedisCluster
         assert await bench.put([key], [0]) == [EXISTS]
         assert await bench.engine.delete([key]) == [HIT]
         assert await bench.put([key], [0]) == [STORED]
+
+
+async def test_names_of_3fs_live_in_a_cluster(cluster: RedisCluster) -> None:
+    port = AsyncioPort(threads=1, seed=0)
+    names = open_names({"url": cluster.url, "timeout_seconds": 60}, port)
+    for name in ("kv", "mamba", "swa", "dsa"):  # of several slots
+        namespace = MetadataNamespace(names, await names.open(name, 4, 4096), name, 4096)
+        keys = [f"{number:080x}" for number in range(4)]
+        places = (await namespace.reserve("0" * 32, keys)).places
+        claims = [Claim(key, *at) for key, at in zip(keys, places, strict=True) if at]
+        assert await namespace.confirm(claims) == ["stored"] * 4
+        assert await namespace.exists(keys) == [True] * 4
+    await names.aclose()
+    await port.aclose()
 
 
 async def test_a_user_of_a_cluster_needs_two_more_rights(cluster: RedisCluster) -> None:

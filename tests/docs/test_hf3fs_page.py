@@ -1,4 +1,4 @@
-"""The page on 3FS names every option and flag, and the defaults that it shows are the real ones."""
+"""The page on 3FS names every option, and the defaults that it shows are the real ones."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import fields
 
-from asynchicache.backends.hf3fs.metadata.__main__ import DEFAULT_PORT, parser
-from asynchicache.backends.hf3fs.metadata.store import LEASE_SECONDS
-from asynchicache.backends.hf3fs.options import DEFAULT_METADATA, Hf3fsOptions
+from asynchicache.backends.hf3fs.options import Hf3fsOptions
 
 PAGE = (Path(__file__).parents[2] / "docs/howto/hf3fs.md").read_text("utf-8")
 ROWS = dict(re.findall(r"^\| `([\w-]+)` \|.*\| ([^|]+) \|$", PAGE, re.MULTILINE))
@@ -18,20 +16,15 @@ ROWS = dict(re.findall(r"^\| `([\w-]+)` \|.*\| ([^|]+) \|$", PAGE, re.MULTILINE)
 def test_every_option_is_on_the_page_with_its_default() -> None:
     defaults = {
         "path": "required",
-        "metadata": f"`{DEFAULT_METADATA}`",
+        "metadata": "required",
+        "metadata_options": "none",
         "capacity_bytes": "1 GiB",
         "fractions": "`1.0` for each",
         "io": "`posix`",
         "buffer_bytes": "32 MiB",
     }
-    options = Hf3fsOptions(Path("/3fs"))
+    options = Hf3fsOptions(Path("/3fs"), metadata="/var/names")
     for field in fields(Hf3fsOptions):
         value = getattr(options, field.name)
         shown = f"`{str(value).lower()}`" if isinstance(value, bool) else f"{value:g}" if value == 5 else None
         assert ROWS[field.name] == defaults.get(field.name, shown or str(value))
-
-
-def test_every_flag_is_on_the_page() -> None:
-    flags = {flag for action in parser()._actions for flag in action.option_strings} - {"-h", "--help"}
-    assert flags <= ROWS.keys()
-    assert (ROWS["--port"], ROWS["--lease-seconds"]) == (str(DEFAULT_PORT), f"{LEASE_SECONDS:g}")

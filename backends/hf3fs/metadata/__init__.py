@@ -1,1 +1,1 @@
-"""The service that maps pages to slots of files on 3FS."""
+"""Names of pages, and the slots of files that they have: in SQLite, or in Redis."""

@@ -1,4 +1,5 @@
-"""The service's state on disk: one SQLite database in a known format, locked by one process."""
+"""Names and reservations on disk: one SQLite database in a known format, open in any number of processes of a
+host."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from asynchicache.errors import StorageError, StorageFormatError, StorageLockedError
+from asynchicache.errors import StorageError, StorageFormatError
 
 FILE = "metadata.sqlite3"
-FORMAT = 2
+FORMAT = 3
 _APPLICATION = 0x48334653  # "H3FS"
 
 _SCHEMA = (
-    "CREATE TABLE store (id TEXT NOT NULL, generation INTEGER NOT NULL)",
+    "CREATE TABLE store (id TEXT, generation INTEGER, clock INTEGER, boot TEXT)",
     """CREATE TABLE namespaces (
         number INTEGER PRIMARY KEY AUTOINCREMENT,
         name TEXT NOT NULL UNIQUE,
@@ -31,30 +32,37 @@ _SCHEMA = (
         generation INTEGER NOT NULL,
         key TEXT,
         token TEXT,
+        ends REAL,
         PRIMARY KEY (namespace, slot)
     ) WITHOUT ROWID""",
     "CREATE INDEX by_age ON slots (namespace, state, used, slot)",
     "CREATE UNIQUE INDEX by_key ON slots (namespace, key) WHERE state = 2",
     "CREATE INDEX by_token ON slots (namespace, token) WHERE state = 1",
+    "CREATE TABLE reads (namespace INTEGER, slot INTEGER, lease INTEGER, ends REAL)",
+    "CREATE INDEX by_lease ON reads (lease)",
+    "CREATE INDEX by_slot ON reads (namespace, ends, slot)",
     f"PRAGMA application_id = {_APPLICATION}",
     f"PRAGMA user_version = {FORMAT}",
 )
-"""A slot is free (0), reserved (1), or held by a page (2); it has a row once it was reserved."""
+"""A slot is free (0), reserved (1), or held by a page (2); it has a row once it was reserved.
+`ends` is when a lease does, on the clock that the processes of a host share until it starts anew."""
 
 
-def open_database(folder: Path) -> sqlite3.Connection:
-    """Open the database below `folder`, created if missing, and lock it until it is closed.
+def open_database(folder: Path, seconds: float) -> sqlite3.Connection:
+    """Open the database below `folder`, created if missing. Threads may pass the connection on to each other.
 
-    Every commit is durable when it returns. Threads may pass the connection on to each other.
+    Args:
+        seconds: how long a call waits for those of other processes.
 
     Raises:
-        StorageLockedError: another service has the database open.
         StorageFormatError: the file is not such a database, has another format, or is damaged.
         StorageError: the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        database = sqlite3.connect(folder / FILE, timeout=0, isolation_level=None, check_same_thread=False)
+        database = sqlite3.connect(
+            folder / FILE, timeout=seconds, isolation_level=None, check_same_thread=False
+        )
     except (OSError, sqlite3.Error) as error:
         raise StorageError(f"{folder} cannot hold the metadata: {error}") from error
     try:
@@ -84,8 +92,14 @@ def undamaged(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """Commit the block's changes, or roll them back if it raises."""
+def transaction(database: sqlite3.Connection, *, durable: bool = True) -> Iterator[None]:
+    """Commit the block's changes, or roll them back if it raises.
+
+    Args:
+        durable: they are on disk afterwards. Leases and uses need not be: a host that starts anew has no
+            readers.
+    """
+    database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
     database.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -98,17 +112,12 @@ def transaction(database: sqlite3.Connection) -> Iterator[None]:
 
 def _prepare(database: sqlite3.Connection, path: Path) -> None:
     try:
-        # Exclusive: SQLite's lock excludes a second service, and ends with the process.
-        database.execute("PRAGMA locking_mode = EXCLUSIVE")
         _check_format(database, path)
         database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = FULL")
-        with transaction(database):  # takes the lock now, not at the first write
+        with transaction(database):
             if _number(database, "user_version") == 0:
                 _create(database)
     except sqlite3.OperationalError as error:
-        if "locked" in str(error):
-            raise StorageLockedError(f"{path} is open in another metadata service: stop that one") from None
         raise StorageError(f"{path} cannot be used: {error}") from error
     except sqlite3.DatabaseError as error:
         raise StorageFormatError(f"{path} is no metadata of hf3fs: {error}; give another folder") from error
@@ -117,7 +126,7 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
 def _create(database: sqlite3.Connection) -> None:
     for statement in _SCHEMA:
         database.execute(statement)
-    database.execute("INSERT INTO store VALUES (?, 0)", (uuid4().hex,))
+    database.execute("INSERT INTO store VALUES (?, 0, 0, '')", (uuid4().hex,))
 
 
 def _check_format(database: sqlite3.Connection, path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The map of pages to slots of files. Every change is one transaction, durable before it is answered.
+"""The map of pages to slots of files, in SQLite. Every change is one transaction, durable when it is
+answered; any number of processes of a host may have it open.
 
 Each reservation gives a slot a new generation. Clients name slot and generation of a page, so calls about a
 slot that was reused meanwhile have no effect.
@@ -6,47 +7,44 @@ slot that was reused meanwhile have no effect.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 
 from asynchicache.backends.hf3fs.metadata.database import FILE, open_database, transaction, undamaged
-from asynchicache.backends.hf3fs.metadata.leases import Slot, SlotLeases
-from asynchicache.backends.hf3fs.metadata.messages import (
+from asynchicache.backends.hf3fs.metadata.words import (
+    LEASE_SECONDS,
     Claim,
     Located,
-    NamespaceStatus,
-    Opened,
+    OpenedNamespace,
     Reserved,
     SlotVersion,
-    Status,
     Verdict,
 )
-from asynchicache.errors import ConfigError, StorageFormatError, UsageError
+from asynchicache.errors import StorageError, StorageFormatError, UsageError
 
-LEASE_SECONDS = 60.0
-_MAX_TOUCHES = 4096
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _FREE, _RESERVED, _HELD = range(3)
 
 
-class UnknownNamespaceError(UsageError):
-    """Raised for a handle that another store made, such as after the service was given another folder."""
+class UnknownNamespaceError(StorageError):
+    """Raised for a handle that another store made, such as after its folder was replaced."""
 
 
 class MetadataStore:
-    """All namespaces of one service. Not thread-safe: one call at a time.
+    """All namespaces of one database. Not thread-safe: one call at a time.
 
     Args:
         folder: the folder of the database; created if it is missing.
-        lease_seconds: how long a reservation or a read lease lasts unless its client renews or ends it.
-        now: a monotonic clock, in seconds.
+        lease_seconds: how long a reservation or a read lease lasts unless its client ends it.
+        now: seconds on a clock that all processes of the host share.
+        seconds: how long a call waits for those of other processes.
 
     Raises:
-        ConfigError: `lease_seconds` is not above 0, or infinite.
         StorageError: the folder cannot be used; its subclasses say why.
     """
 
@@ -56,19 +54,28 @@ class MetadataStore:
         *,
         lease_seconds: float = LEASE_SECONDS,
         now: Callable[[], float] = time.monotonic,
+        seconds: float = 5.0,
     ) -> None:
-        if not 0 < lease_seconds < math.inf:
-            raise ConfigError(f"lease_seconds={lease_seconds!r} must be above 0, and finite")
-        self._database = open_database(folder)
-        self._leases = SlotLeases(lease_seconds, now)
-        self._touched: dict[Slot, int] = {}
+        self._database = open_database(folder, seconds)
+        self._lease_seconds = lease_seconds
+        self._now = now
         with undamaged(folder / FILE):
             self.id: str = self._one("SELECT id FROM store")
-            self._clock: int = self._one("SELECT coalesce(max(used), 0) FROM slots")
-            found = self._database.execute("SELECT namespace, slot FROM slots WHERE state = ?", (_RESERVED,))
-            self._leases.write([Slot(*row) for row in found])
+            self._begin_anew()
 
-    def open(self, name: str, slots: int, frame_bytes: int) -> Opened:
+    def _begin_anew(self) -> None:
+        """With its host the clock started anew: nobody reads, and reservations get a full lease."""
+        boot = _BOOT.read_text("ascii").strip() if _BOOT.exists() else ""
+        with transaction(self._database):
+            if self._one("SELECT boot FROM store") != boot:
+                self._database.execute("UPDATE store SET boot = ?", (boot,))
+                self._database.execute("DELETE FROM reads")
+                self._database.execute("UPDATE slots SET ends = ? WHERE state = ?", (self._end(), _RESERVED))
+
+    def _end(self) -> float:
+        return self._now() + self._lease_seconds
+
+    def open(self, name: str, slots: int, frame_bytes: int) -> OpenedNamespace:
         """Create a namespace, or return the existing one. It grows if it has fewer slots, but never shrinks,
         because its other users would lose their pages.
 
@@ -86,7 +93,7 @@ class MetadataStore:
             ).fetchone()
             if found != frame_bytes:
                 raise StorageFormatError(f"{name} has frames of {found} bytes, {frame_bytes} were asked for")
-        return Opened(f"{self.id}.{number}", self.id, slots, self._leases.seconds)
+        return OpenedNamespace(f"{self.id}.{number}", self.id, slots)
 
     def number(self, handle: str) -> int:
         """Return the number of the namespace that a handle of `open` names.
@@ -108,19 +115,24 @@ class MetadataStore:
 
     def locate(self, namespace: int, keys: Sequence[str]) -> Located:
         """Locate pages, count them as used (the first one most recently), and lease their slots."""
-        held = self._held(namespace, keys)
-        self._use(namespace, held, reversed(keys))
-        slots = [Slot(namespace, place.slot) for place in held.values()]
-        return Located(self._leases.read(slots) if slots else 0, [held.get(key) for key in keys])
+        with transaction(self._database, durable=False):
+            held = self._held(namespace, keys)
+            self._use(namespace, held, reversed(keys))
+            lease = uuid4().int >> 66 if held else 0
+            rows = [(namespace, place.slot, lease, self._end()) for place in held.values()]
+            self._database.executemany("INSERT INTO reads VALUES (?, ?, ?, ?)", rows)
+        return Located(lease, [held.get(key) for key in keys])
 
     def touch(self, namespace: int, keys: Sequence[str]) -> int:
         """Count pages as used now, the last one most recently; return how many are held."""
-        held = self._held(namespace, keys)
-        self._use(namespace, held, keys)
+        with transaction(self._database, durable=False):
+            held = self._held(namespace, keys)
+            self._use(namespace, held, keys)
         return len(held)
 
     def end_reads(self, leases: Iterable[int]) -> None:
-        self._leases.end_reads(leases)
+        with transaction(self._database, durable=False):
+            self._database.executemany("DELETE FROM reads WHERE lease = ?", [(lease,) for lease in leases])
 
     def reserve(self, namespace: int, token: str, keys: Sequence[str]) -> Reserved:
         """Reserve slots for missing pages: free slots, then new ones, then those of the least recently used
@@ -133,16 +145,13 @@ class MetadataStore:
         if len(set(keys)) != len(keys):
             raise UsageError("a key is given twice in one reservation")
         with transaction(self._database):
-            expired = self._reclaim(namespace)
+            self._reclaim(namespace)
             held = self._held(namespace, keys)
-            self._touch(self._slots(namespace, held, reversed(keys)))
-            self._write_touches()
+            self._use(namespace, held, reversed(keys))
             places = self._reserved(namespace, token)
             wanted = [key for key in keys if key not in held and key not in places]
             own = {place.slot for place in held.values()}
             places |= self._assign(namespace, token, wanted, own)
-        self._leases.end_writes(expired)
-        self._leases.write(Slot(namespace, place.slot) for place in places.values())
         return Reserved(
             existed=[key in held for key in keys],
             places=[None if key in held else places.get(key) for key in keys],
@@ -152,20 +161,12 @@ class MetadataStore:
         """Make written pages visible. Repeating the call gives the same answer."""
         with transaction(self._database):
             # The first page of a path is the most recently used.
-            verdicts = [self._confirm(namespace, claim) for claim in reversed(claims)][::-1]
-        self._leases.end_writes(
-            Slot(namespace, claim.slot)
-            for claim, verdict in zip(claims, verdicts, strict=True)
-            if verdict != "lost"
-        )
-        return verdicts
+            return [self._confirm(namespace, claim) for claim in reversed(claims)][::-1]
 
     def release(self, namespace: int, places: Sequence[SlotVersion]) -> int:
         """Release slots that were reserved but not written; return their number."""
         with transaction(self._database):
-            freed = [place.slot for place in places if self._free(namespace, place, _RESERVED)]
-        self._leases.end_writes(Slot(namespace, slot) for slot in freed)
-        return len(freed)
+            return sum(self._free(namespace, place, _RESERVED) for place in places)
 
     def forget(self, namespace: int, claims: Sequence[Claim]) -> list[bool]:
         """Drop pages that a reader found damaged, unless their slots were reused meanwhile."""
@@ -190,19 +191,28 @@ class MetadataStore:
                 (_FREE, namespace, _HELD),
             ).rowcount
 
-    def status(self) -> Status:
+    def leaving(self, namespace: int, pages: int) -> list[str]:
+        """The pages that make room for so many new ones, the first to go first."""
+        held, reserved, _ = self.counts(namespace)
+        limit = self._one("SELECT slots FROM namespaces WHERE number = ?", namespace)
         rows = self._database.execute(
-            "SELECT name, slots, (SELECT count(*) FROM slots WHERE namespace = number AND state = ?), "
-            "(SELECT count(*) FROM slots WHERE namespace = number AND state = ?), evicted "
-            "FROM namespaces ORDER BY number",
-            (_HELD, _RESERVED),
+            "SELECT key FROM slots WHERE namespace = ? AND state = ? ORDER BY used, slot LIMIT ?",
+            (namespace, _HELD, max(0, pages - (limit - held - reserved))),
         )
-        return Status(self.id, [NamespaceStatus(*row) for row in rows])
+        return [key for (key,) in rows]
+
+    def counts(self, namespace: int) -> tuple[int, int, int]:
+        """How many pages are held and reserved, and were evicted."""
+        return tuple(
+            self._database.execute(
+                "SELECT (SELECT count(*) FROM slots WHERE namespace = number AND state = ?), "
+                "(SELECT count(*) FROM slots WHERE namespace = number AND state = ?), evicted "
+                "FROM namespaces WHERE number = ?",
+                (_HELD, _RESERVED, namespace),
+            ).fetchone()
+        )
 
     def close(self) -> None:
-        """Save the latest uses, and close the database."""
-        with transaction(self._database):
-            self._write_touches()
         self._database.close()
 
     def _one(self, query: str, *values: int) -> Any:
@@ -223,39 +233,22 @@ class MetadataStore:
         )
         return {key: SlotVersion(slot, generation) for key, slot, generation in rows}
 
-    def _slots(self, namespace: int, held: dict[str, SlotVersion], keys: Iterable[str]) -> list[Slot]:
-        """Slots of the held pages, in the order of `keys`."""
-        return [Slot(namespace, held[key].slot) for key in keys if key in held]
-
     def _use(self, namespace: int, held: dict[str, SlotVersion], keys: Iterable[str]) -> None:
-        """Count pages as used, the last one most recently; write the counts once there are many."""
-        self._touch(self._slots(namespace, held, keys))
-        if len(self._touched) > _MAX_TOUCHES:
-            with transaction(self._database):
-                self._write_touches()
-
-    def _touch(self, slots: Iterable[Slot]) -> None:
-        """Mark slots as the most recently used; the next change writes this to the database."""
-        for slot in slots:
-            self._clock += 1
-            self._touched[slot] = self._clock
-
-    def _write_touches(self) -> None:
-        rows = [(used, *slot) for slot, used in self._touched.items()]
+        """Count pages as used, the last one most recently."""
+        slots = [held[key].slot for key in keys if key in held]
+        last = self._one("UPDATE store SET clock = clock + ? RETURNING clock", len(slots))
         self._database.executemany(
-            "UPDATE slots SET used = ? WHERE namespace = ? AND slot = ? AND state = 2", rows
+            "UPDATE slots SET used = ? WHERE namespace = ? AND slot = ?",
+            [(last - len(slots) + 1 + index, namespace, slot) for index, slot in enumerate(slots)],
         )
-        self._touched.clear()
 
-    def _reclaim(self, namespace: int) -> list[Slot]:
+    def _reclaim(self, namespace: int) -> None:
         """Free the slots of expired write leases."""
-        expired = self._leases.expired_writes(namespace)
-        self._database.executemany(
+        self._database.execute(
             "UPDATE slots SET state = 0, used = 0, key = NULL, token = NULL "
-            "WHERE namespace = ? AND slot = ? AND state = 1",
-            [(namespace, slot) for slot in expired],
+            "WHERE namespace = ? AND state = 1 AND ends <= ?",
+            (namespace, self._now()),
         )
-        return [Slot(namespace, slot) for slot in expired]
 
     def _assign(
         self, namespace: int, token: str, keys: Sequence[str], keep: set[int]
@@ -266,9 +259,12 @@ class MetadataStore:
         places = [SlotVersion(slot, last - len(slots) + 1 + index) for index, slot in enumerate(slots)]
         assigned = dict(zip(keys, places, strict=False))
         self._database.executemany(
-            "INSERT OR REPLACE INTO slots (namespace, slot, state, generation, key, token) "
-            "VALUES (?, ?, 1, ?, ?, ?)",
-            [(namespace, place.slot, place.generation, key, token) for key, place in assigned.items()],
+            "INSERT OR REPLACE INTO slots (namespace, slot, state, generation, key, token, ends) "
+            "VALUES (?, ?, 1, ?, ?, ?, ?)",
+            [
+                (namespace, place.slot, place.generation, key, token, self._end())
+                for key, place in assigned.items()
+            ],
         )
         return assigned
 
@@ -288,12 +284,20 @@ class MetadataStore:
     def _oldest(self, namespace: int, state: int, count: int, keep: set[int]) -> list[int]:
         if count < 1:
             return []
-        busy = keep | self._leases.being_read(namespace)
+        busy = keep | self._being_read(namespace)
         rows = self._database.execute(
             "SELECT slot FROM slots WHERE namespace = ? AND state = ? ORDER BY used, slot LIMIT ?",
             (namespace, state, count + len(busy)),
         )
         return [slot for (slot,) in rows if slot not in busy][:count]
+
+    def _being_read(self, namespace: int) -> set[int]:
+        """Slots under a read lease, which must not be reused yet."""
+        self._database.execute(
+            "DELETE FROM reads WHERE namespace = ? AND ends <= ?", (namespace, self._now())
+        )
+        rows = self._database.execute("SELECT slot FROM reads WHERE namespace = ?", (namespace,))
+        return {slot for (slot,) in rows}
 
     def _confirm(self, namespace: int, claim: Claim) -> Verdict:
         row = self._database.execute(
@@ -307,10 +311,10 @@ class MetadataStore:
         if self._held(namespace, [claim.key]):
             self._free(namespace, SlotVersion(claim.slot, claim.generation), _RESERVED)
             return "existed"
-        self._clock += 1
+        used = self._one("UPDATE store SET clock = clock + 1 RETURNING clock")
         self._database.execute(
             "UPDATE slots SET state = 2, used = ?, token = NULL WHERE namespace = ? AND slot = ?",
-            (self._clock, namespace, claim.slot),
+            (used, namespace, claim.slot),
         )
         return "stored"
 

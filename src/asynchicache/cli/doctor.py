@@ -41,7 +41,7 @@ LEAST_DISK = 1 << 30
 OWN_ENGINES = {"memory", "file"}
 """Engines that need nothing but this package, so that they must always work."""
 _GROWTH_BYTES = 1 << 20  # what a store's first pages take
-CLIENTS = {"mooncake": "mooncake.store", "object": "obstore", "hf3fs": "httpx"}
+CLIENTS = {"mooncake": "mooncake.store", "object": "obstore", "redis": "redis"}
 """What our engines import only when they are opened."""
 
 

@@ -1,35 +1,27 @@
-"""The metadata service for tests: as a process that can be killed, and in this one, with a clock of ours."""
+"""Where tests keep names of the 3FS engine: SQLite, with a clock of ours, and Redis, which can be killed."""
 
 from __future__ import annotations
 
-import socket
-import sys
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-import uvicorn
-
 from asynchicache.backends.hf3fs import Hf3fsBackend, open_backend
-from asynchicache.backends.hf3fs.metadata.service import MetadataService
-from asynchicache.backends.hf3fs.metadata.store import MetadataStore
 from asynchicache.layouts import HEADER_BYTES
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
-from engines import Server
+from storage.redis_servers import RedisServer
 
 PAGE_BYTES = 5000
 FRAME_BYTES = HEADER_BYTES + 8192
 
 
-def service_process(folder: Path, port: int, *arguments: str) -> Server:
-    """The service as its users start it."""
-    command = [sys.executable, "-m", "asynchicache.backends.hf3fs.metadata"]
-    flags = ["--dir", str(folder), "--port", str(port), *arguments]
-    return Server([*command, *flags], ready="listening on")
+def names_server(folder: Path) -> RedisServer:
+    """A server that loses nothing when it is killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return RedisServer(folder, "--appendonly", "yes", "--appendfsync", "always")
 
 
 class Clock:
@@ -42,36 +34,38 @@ class Clock:
         return self.time
 
 
-@contextmanager
-def service_over(store: MetadataStore) -> Iterator[str]:
-    """Real HTTP on a real socket, from a thread of this process; its URL."""
-    config = uvicorn.Config(MetadataService(store).app(), access_log=False, log_config=None)
-    server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
+class ClockedPort(AsyncioPort):
+    """A port whose clock is ours."""
+
+    def __init__(self, clock: Clock | None, *, threads: int = 4, seed: int = 0) -> None:
+        super().__init__(threads=threads, seed=seed)
+        self._clock = clock
+
+    def now(self) -> float:
+        return self._clock() if self._clock else super().now()
+
+
+class Place(str):
+    """A folder of names whose leases end by a clock of ours."""
+
+    clock: Clock
 
 
 @contextmanager
-def service_here(folder: Path, clock: Clock) -> Iterator[str]:
-    """A service in this process, whose leases end by a clock of ours."""
-    with service_over(MetadataStore(folder, now=clock)) as url:
-        yield url
+def names_here(folder: Path, clock: Clock) -> Iterator[Place]:
+    place = Place(folder)
+    place.clock = clock
+    yield place
 
 
 @asynccontextmanager
 async def backend_at(path: Path, url: str, **options: object) -> AsyncIterator[Hf3fsBackend]:
-    """The backend over a folder and a service; closed in the end."""
+    """The backend over a folder and names; closed in the end."""
     async with AsyncExitStack() as stack:
-        port = AsyncioPort(threads=4, seed=0)
+        port = ClockedPort(getattr(url, "clock", None))
         stack.push_async_callback(port.aclose)
         patient = {"capacity_bytes": 1 << 20, "metadata_seconds": 60}
-        backend = open_backend({"path": path, "metadata": url, **patient, **options}, port)
+        backend = open_backend({"path": path, "metadata": str(url), **patient, **options}, port)
         stack.push_async_callback(backend.aclose)
         yield backend
 
