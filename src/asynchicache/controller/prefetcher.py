@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from sys import maxsize
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 from asynchicache.controller.digests import sliced_digests
 from asynchicache.controller.executor import Executor
 from asynchicache.controller.presence_queries import PresenceQueries, PresenceQuery
 from asynchicache.controller.storage_pools import StoragePools, linger
 from asynchicache.controller.storage_writer import StorageWriter
+from asynchicache.errors import UsageError
 from asynchicache.histograms import Histogram
 from asynchicache.planner.costs import LoadCosts
 from asynchicache.planner.options import PrefetchOptions
@@ -25,7 +26,7 @@ from asynchicache.planner.readings import Reading, ReadResult, StorageQuery, Sto
 from asynchicache.planner.request_state import RequestState
 from asynchicache.storage.limits import BatchResult
 from asynchicache.tree.node import FULL, place_of
-from asynchicache.types import MissReason, Outcome, PrefetchPolicy, Tier
+from asynchicache.types import MissReason, Outcome, PrefetchPolicy, Tier, as_count
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +51,9 @@ _FAST_SECONDS, _SLOW_SECONDS = 0.05, 0.2
 """A call for few pages comes back soon, for those who need only these; one for many costs less. So calls
 begin small, double while they are fast, and halve while they are slow, down to `_SLOW_BYTES`."""
 
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
+"""Seconds between questions for a prefix that has not come: they double."""
 
 _REASONS_OF_THE_MATCH = (MissReason.COLD, MissReason.STATE, MissReason.WINDOW)
 
@@ -196,19 +200,84 @@ class Prefetcher:
         """Whether reads go on though nobody waits for them: later requests will."""
         return self._options.policy is PrefetchPolicy.BEST_EFFORT
 
-    async def prefetch(self, request: RequestState) -> None:
-        """Read a request's prefix from storage to the host, and wait as long as the policy says.
+    def checked_wait(self, until: SupportsIndex, seconds: float | None) -> tuple[int, float]:
+        """Check how much of a prefix to wait for, and how long; see `Request.prefetch`.
+
+        Raises:
+            UsageError: one of them is no number of 0 or more.
+        """
+        tokens, most = as_count("prefetch", until), self._options.max_seconds if seconds is None else seconds
+        if isinstance(most, bool) or not isinstance(most, int | float) or not most >= 0:
+            raise UsageError(f"prefetch(seconds={seconds!r}): 0 or more")
+        if tokens < 0:
+            raise UsageError(f"prefetch(until={until}): tokens, 0 or more")
+        return tokens, most
+
+    async def _arrival(self, request: RequestState, until: int, seconds: float) -> bool:
+        """Wait until memory and storage together restore `until` tokens of a request, or all that could ever
+        be restored of so many; for `seconds` at most. Reads nothing.
+
+        Returns:
+            False if that has not come: it is late, or there is no storage (any more).
+
+        Raises:
+            ClosedError: the cache is closing.
+        """
+        wanted, pause = self._prefetches.wanted(request.tokens, until), _FIRST_PAUSE
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                digests = await self._digests(request.tokens, request.seed)
+                while not await self._has_come(request, digests, wanted):
+                    if not self._storage or self._executor.failure or request.closed or request.loaded:
+                        return False
+                    await asyncio.sleep(pause)
+                    self._executor.check_open()
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+                return True
+        return False
+
+    async def _has_come(self, request: RequestState, digests: list[bytes], wanted: tuple[int, int]) -> bool:
+        """Whether a prefix can be restored now. Asks for its end first: mostly that is the last to come."""
+        tokens, seed, (pages, _) = request.tokens, request.seed, wanted
+        if self._prefetches.in_memory(tokens, seed) >= wanted:
+            return True
+        if not (self._storage and self._prefetches.can_read(FULL)):
+            return False
+        known = _KnownPresence(self._planner.inventory.names)
+        with self._presence.listen(digests, known.answered):
+            query = self._prefetches.make_query(tokens, seed, digests) if pages else None
+            try:
+                for component_id, some in self._prefetches.last_needed(query, pages) if query else ():
+                    answer = await self._presence.ask(component_id, digests, some, answered=known.answered)
+                    if 1 not in answer.flags:
+                        return False
+            finally:
+                if query is not None:
+                    self._prefetches.release(query)
+            await self._present(known, tokens, seed, digests)
+        known.digests = digests
+        query, present = self._query(request, known)
+        if query is None:
+            return self._prefetches.in_memory(tokens, seed) >= wanted
+        self._prefetches.release(query)
+        return self._prefetches.reach(query, present) >= wanted
+
+    async def prefetch(self, request: RequestState, until: int = 0, wait: float = 0.0) -> None:
+        """Read a request's prefix from storage to the host, and wait as long as the policy says. Before that,
+        wait for what another process computes: `until` tokens, for `wait` seconds at most.
 
         At its deadline the request has what arrived in order. If nobody waits for a page any more, it is read
         only if that has begun.
         """
         tokens, seed = request.tokens, request.seed
-        if self._executor.failure is not None:
+        tail = until > 0 and await self._arrival(request, until, wait)
+        self._executor.check_open()
+        if self._executor.failure is not None or request.closed or request.loaded:  # it went on meanwhile
             return
         if not (self._storage or self._prefetches.backup_in_flight(tokens, seed)):
             self._match_again(request)
             return
-        lacks = self._prefetches.missing_tokens(tokens, seed)
+        lacks = self._prefetches.missing_tokens(tokens, seed, tail=tail)
         if not lacks:  # another request may have published it since the match
             self._match_again(request)
             if self._storage and not self._prefetches.can_read(FULL):
@@ -478,12 +547,13 @@ class Prefetcher:
         reach, reason = 0, MissReason.NONE
         if digests:
             query = self._prefetches.make_query(tokens, seed, digests)
-            if query is None:
-                return MissReason.NONE
-            try:
-                reach, reason = await self._whole_pages(known, query)
-            finally:
-                self._prefetches.release(query)
+            if query is None:  # memory has them
+                reach = len(digests)
+            else:
+                try:
+                    reach, reason = await self._whole_pages(known, query)
+                finally:
+                    self._prefetches.release(query)
         if reason is MissReason.NONE:
             known.tail = await self._stored_tail(known, tokens, seed, digests, reach)
         return reason

@@ -1,4 +1,7 @@
-"""A request: the object that an engine uses to serve one prompt."""
+"""A request: the object that an engine uses to serve one prompt.
+
+More than 900 lines: both kinds of request stay with what they have in common.
+"""
 
 from __future__ import annotations
 
@@ -234,16 +237,35 @@ class BaseRequest:
     # Before the load
 
     @phase("prefetch")
-    async def prefetch(self) -> Hit:
+    async def prefetch(self, *, until: int = 0, seconds: float | None = None) -> Hit:
         """Read the prefix from storage to the host, and wait as long as the policy says.
 
         At the deadline, the hit is what arrived in order. Always a cancellation point. If this waiter is
         cancelled, pages that nobody else waits for, and whose read has not begun, are not read.
+
+        Args:
+            until: first wait until storage and memory together can restore so many tokens: another process
+                computes them, and its `published` says how many. At most what could ever be restored is
+                waited for: whole pages without `tails`, and not the last token. Default: 0, do not wait.
+            seconds: the longest such wait; what is there then is read. Default:
+                `PrefetchOptions.max_seconds`.
+
+        Raises:
+            UsageError: `until` or `seconds` is no number of 0 or more.
+            ClosedError: the cache is closing.
         """
         state = self._unloaded("prefetch")
+        wait = self._parts.prefetcher.checked_wait(until, seconds)
         await self._executor.checkpoint()
-        await self._parts.prefetcher.prefetch(state)
+        await self._parts.prefetcher.prefetch(state, *wait)
         return self.hit
+
+    @property
+    def published(self) -> int:
+        """Tokens of the prefix that the request published, or matched if that is longer, up to where another
+        request can go on: what `durable` vouches for, and another process waits for (`prefetch(until=...)`).
+        """
+        return self._planner.promise(self._open()).tokens(self._planner.inventory.page_size)
 
     def rest(self) -> None:
         """Release the match while waiting for something else, such as a turn on the model.

@@ -85,17 +85,45 @@ class PrefetchPlanner:
         """The most pages that could be restored; at least one token is left to compute."""
         return (len(tokens) - 1) // self._tree.page_size
 
-    def missing_tokens(self, tokens: array[int], seed: bytes) -> int:
+    def wanted(self, tokens: array[int], until: int) -> tuple[int, int]:
+        """The longest prefix of up to `until` tokens that could ever be restored: whole pages, and tokens
+        behind them."""
+        if self._tree.tails:
+            return divmod(min(until, len(tokens) - 1), self._inventory.page_size)
+        return min(until // self._inventory.page_size, self._max_restorable_pages(tokens)), 0
+
+    def in_memory(self, tokens: array[int], seed: bytes) -> tuple[int, int]:
+        """What memory restores of a sequence: whole pages, and tokens behind them."""
+        match = self._tree.match(tokens, seed, limit=self._max_restorable_pages(tokens))
+        tail = tails.find(self._tree, match.node, tokens, len(tokens) - 1) if self._tree.tails else None
+        return match.pages, 0 if tail is None else tail.tokens
+
+    def last_needed(self, query: StorageQuery, pages: int) -> Iterator[tuple[int, range]]:
+        """By component, full pages first: pages of which storage must have one, or it cannot restore `pages`
+        pages or more. Nothing for what memory has."""
+        for component_id in range(self._tree.width):
+            most = None if component_id == FULL else self._inventory.spec.owners[component_id].coverage.pages
+            if most != 0 and 1 not in self._present_flags(query, component_id)[pages - 1 :]:
+                yield component_id, range(pages - 1, pages if most is None else query.pages)
+
+    def reach(self, query: StorageQuery, present: Mapping[int, bytes]) -> tuple[int, int]:
+        """The longest prefix that storage and memory restore together: whole pages, and tokens behind them.
+
+        `present`: see `choose`.
+        """
+        pages = hits.longest(hits.intersect(self._restorable_sets(query, present)))
+        return (pages - 1, query.tail) if query.tail and pages == query.pages else (pages, 0)
+
+    def missing_tokens(self, tokens: array[int], seed: bytes, *, tail: bool = False) -> int:
         """The most tokens that storage could add to what is restorable from memory, in whole pages. A tail
-        alone is not worth a question, unless all of the sequence is in one page."""
+        alone is not worth a question, unless all of the sequence is in one page, or `tail` says so."""
         pages, size = self._max_restorable_pages(tokens), self._inventory.page_size
         if not self.can_read(FULL):
             return 0
-        if self._tree.tails and not pages:
-            root, most = self._tree.roots.get(seed), len(tokens) - 1
-            tail = tails.find(self._tree, root, tokens, most) if root is not None else None
-            return most - (tail.tokens if tail is not None else 0)
-        return (pages - self._tree.match(tokens, seed, limit=pages).pages) * size
+        found, behind = self.in_memory(tokens, seed)
+        if self._tree.tails and found == pages and (tail or not pages):
+            return len(tokens) - 1 - pages * size - behind
+        return (pages - found) * size
 
     def backup_in_flight(self, tokens: array[int], seed: bytes) -> bool:
         """Whether pages that a longer match needs are on their way from an engine's pages to the host."""
@@ -263,14 +291,7 @@ class PrefetchPlanner:
             request: the request that will use the prefix.
             most: the most pages of it. Default: all that the host holds.
         """
-        sets = []
-        for component_id in range(self._tree.width):
-            there = _either(
-                query.pages,
-                self._can_come(query, component_id, present.get(component_id, b"")),
-                self._present_flags(query, component_id),
-            )
-            sets.append(self._restorable(component_id, there, query))
+        sets = self._restorable_sets(query, present)
         lengths = hits.intersect(sets)
         reach, full, limit = hits.longest(lengths), hits.longest(sets[FULL]), self._limit(sets)
         reason = self._miss_reason(query, full, limit)
@@ -286,6 +307,18 @@ class PrefetchPlanner:
         if not on_host:
             return ReadPlan(None, MissReason.HOST_CAPACITY, backups, full, limit, reach)
         return ReadPlan(self._wait_for(query, target, request), reason, backups, full, limit, reach)
+
+    def _restorable_sets(self, query: StorageQuery, present: Mapping[int, bytes]) -> list[int]:
+        """By component, the prefix lengths that storage and memory restore together."""
+        sets = []
+        for component_id in range(self._tree.width):
+            there = _either(
+                query.pages,
+                self._can_come(query, component_id, present.get(component_id, b"")),
+                self._present_flags(query, component_id),
+            )
+            sets.append(self._restorable(component_id, there, query))
+        return sets
 
     def _can_come(self, query: StorageQuery, component_id: int, present: bytes) -> bytes | bytearray:
         """A byte per page: 1 if storage has it, or it arrived; 0 if an earlier read of it is overdue."""

@@ -38,6 +38,10 @@ class PromisedPrefix:
         """Whether a restart could go on anywhere: of a hybrid model, no state was published otherwise."""
         return self.end > 0 or not self.pages
 
+    def tokens(self, page_size: int) -> int:
+        """Tokens behind which a restart can go on."""
+        return (self.end - (self.tail > 0)) * page_size + self.tail
+
 
 def promise_of(request: RequestState, tree: UnifiedRadixTree) -> PromisedPrefix:
     """What a request published up to its last checkpoint, or if that is more, the prefix that it matched."""
