@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import TypeVar
-
-from redis.connection import ConnectionPool
 
 from asynchicache.backends.engine_registry import EngineRegistry
 from asynchicache.backends.redis.calls import Caller
@@ -71,8 +69,7 @@ class RedisBackend:
 
     async def _open(self, binding: PoolBinding) -> RedisEngine:
         self._check_size(binding)
-        await self._told(self._caller.open())
-        await self._check_format()
+        await self.check()
         await self._check_policy()
         return RedisEngine(binding, self._caller, self._turn, self._options, self._clear)
 
@@ -89,29 +86,48 @@ class RedisBackend:
 
     async def _clear(self, glob: str) -> int:
         """Delete the keys that match a glob pattern, except the marker; returns their number."""
-        await self._told(self._caller.open())
-        return sum([await self._clear_at(server, glob) for server in self._caller.servers.all()])
+        return sum([count async for count in self.steps(glob, self.unlink)])
 
-    async def _clear_at(self, server: ConnectionPool, glob: str) -> int:
-        count, cursor = 0, b"0"
-        while True:  # one deadline a step: there may be many
-            step = partial(self._clear_some, glob.encode(), cursor)
-            deleted, cursor = await self._told(self._caller.run(server, step))
-            count += deleted
-            if cursor == b"0":
-                return count
+    async def steps(self, glob: str, work: Callable[[Wire, list[bytes]], T]) -> AsyncIterator[T]:
+        """Do `work` with the keys that match a glob pattern, as each step of SCAN finds them, on all servers.
 
-    def _clear_some(self, pattern: bytes, cursor: bytes, wire: Wire) -> tuple[int, bytes]:
-        """Delete what one step of SCAN finds.
-
-        Returns:
-            How many were deleted, and the cursor of the next step.
+        Raises:
+            StorageError: a server cannot be reached, or refuses.
         """
+        await self._told(self._caller.open())
+        for server in self._caller.servers.all():
+            cursor = b"0"
+            while True:  # one deadline a step: there may be many
+                step = partial(self._step, glob.encode(), cursor, work)
+                done, cursor = await self._told(self._caller.run(server, step))
+                yield done
+                if cursor == b"0":
+                    break
+
+    @staticmethod
+    def _step(
+        pattern: bytes, cursor: bytes, work: Callable[[Wire, list[bytes]], T], wire: Wire
+    ) -> tuple[T, bytes]:
+        """Do `work` with what one step finds; returns its result, and the cursor of the next step."""
         scan: RedisCommand = ("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_KEYS)
         cursor, names = _scanned(wire.ask(scan)[0])
+        return work(wire, names), cursor
+
+    def unlink(self, wire: Wire, names: list[bytes]) -> int:
+        """Delete keys of a server, except the marker; returns how many there were."""
         # One by one: in a cluster they are of many hash slots.
         gone = wire.ask(*(("UNLINK", name) for name in names if name != self._marker))
-        return sum(map(_number, gone)), cursor
+        return sum(map(_number, gone))
+
+    async def check(self) -> None:
+        """Reach the server, and check that the namespace is ours.
+
+        Raises:
+            StorageError: as `open_pool`.
+            StorageFormatError: as `open_pool`.
+        """
+        await self._told(self._caller.open())
+        await self._check_format()
 
     async def aclose(self) -> None:
         self._closed = True

@@ -28,6 +28,9 @@ from asynchicache.types import Outcome
 
 logger = logging.getLogger(__name__)
 
+LABEL = "label"
+"""What the name of a pool's label ends with, where that of a page has its digest."""
+
 _CALL_BYTES = 64 << 20
 _MAX_PAGES = 512
 _GET_PART_BYTES = 1 << 20
@@ -160,6 +163,25 @@ class RedisEngine:
         binding = self._binding
         any_page = ObjectKey(binding.fingerprint, bytes(DIGEST_BYTES), binding.pool, binding.shard)
         return await self._delete_matching(f"{self._options.namespace}:{any_page.pattern()}")
+
+    async def label(self, label: bytes) -> None:
+        """
+        Raises:
+            StorageError: the server cannot be reached, or refuses.
+        """
+        if self._options.read_only:
+            return
+        binding = self._binding
+        any_page = ObjectKey(binding.fingerprint, bytes(DIGEST_BYTES), binding.pool, binding.shard)
+        name = self._prefix + f"{any_page.text().rpartition('.')[0]}.{LABEL}".encode()
+        (share,) = self._caller.servers.split([name], [0])
+        try:
+            async with self._deadline():
+                (answer,) = await self._caller.run(share.server, lambda wire: wire.ask(("SET", name, label)))
+        except OSError as error:
+            raise StorageError(f"{self._options.server}: SET of a label: {_text(error)}") from error
+        if isinstance(answer, ErrorReply):
+            raise StorageError(f"{self._options.server}: SET of a label: {answer.text}")
 
     async def aclose(self) -> None:
         self.closed = True

@@ -42,7 +42,7 @@ _OWN_BACKENDS = {
 }
 """Found without installed metadata too: a source tree on the path has none."""
 
-_LISTED = ("file", "object")
+_LISTED = ("file", "object", "redis")
 """Backends with an inventory."""
 
 _EXTRAS = {
@@ -378,7 +378,7 @@ def open_inventory(name: str, options: Mapping[str, object], port: Port, *, writ
     if name not in _OWN_BACKENDS:
         raise ConfigError(f"storage {name!r} is none of {sorted(_OWN_BACKENDS)}")
     if name not in _LISTED:
-        raise ConfigError(f"storage {name!r} cannot be listed; {' and '.join(_LISTED)} can")
+        raise ConfigError(f"storage {name!r} cannot be listed; {', '.join(_LISTED)} can")
     factory = load_factory(name, f"asynchicache.backends.{name}.inventory:open_inventory")
     with as_storage_error(f"opening storage {name!r}"):
         return cast("Inventory", factory(options, port, writes=writes))

@@ -9,15 +9,18 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+from asynchicache.backends import file
 from asynchicache.backends.redis import open_backend
 from asynchicache.errors import ClosedError, StorageError, StorageFormatError
 from asynchicache.ports import Port
+from asynchicache.storage.chain import Stage, StorageChain
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import BackendConformance
 from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent
@@ -60,6 +63,13 @@ class RedisConformance(BackendConformance):
 class TestRedis(RedisConformance):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
         return self.over(self.server.url, port, tmp_path)
+
+
+@pytest.mark.asyncio
+class TestFileBeforeRedis(RedisConformance):
+    async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+        near = Stage("near", partial(file.open_backend, {"path": tmp_path}, port))
+        return StorageChain([near, Stage("far", partial(self.over, self.server.url, port, tmp_path))], port)
 
 
 @pytest.mark.asyncio

@@ -82,6 +82,7 @@ def test_a_port_in_use_names_the_way_out(capsys: pytest.CaptureFixture[str]) -> 
         (["--storage", "nonesuch", "--port", "0"], "nonesuch"),
         (["--storage-option", "a=b"], "--storage"),
         (["--storage", "file", "--storage-path", "x"], "say one of them"),
+        (["--storage", "memory,file", "--storage-option", "path=x"], "say whose"),
         (["--max-running", "0"], "--max-running"),
         (["--max-context", "100000", "--port", "0"], "--max-context"),
         (["--chat-template", "a.jinja"], "--chat-template"),
@@ -116,3 +117,9 @@ def test_flags_come_before_the_environment_and_that_before_a_file(
     config = options.cache_config({"weight_version": "v", "salt": "default", "io_threads": 3})
     assert (config.host_ratio, config.eviction, config.salt, config.io_threads) == (3, "lru", "file", 3)
     assert (config.storage, config.storage_options) == ("memory", {"capacity_bytes": 4096})
+    options = ServeOptions(
+        storage="memory,file", storage_option=("file.path=x", "memory.capacity_bytes=4096")
+    )
+    config = options.cache_config({"weight_version": "v"})
+    assert config.storage_name == "memory+file"
+    assert config.storage_options == [{"capacity_bytes": 4096}, {"path": "x"}]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from asynchicache.cli.main import main
 from asynchicache.hashing import namespace_id, namespace_seed
 from asynchicache.storage.labels import PoolLabel
 from cache.engine import SPEC, Engine, config
+from engines import module
+from storage.redis_servers import RedisServer
 
 PROMPT = list(range(100, 120))
 PAGES = 6
@@ -27,9 +31,12 @@ WEEK = 7 * 86400.0
 class Store:
     """A store that caches fill."""
 
-    def __init__(self, engine: str, path: Path) -> None:
+    def __init__(self, engine: str, path: Path, server: RedisServer | None = None) -> None:
+        self.server = server
         self.path = path
         self.url = str(path) if engine == "file" else f"file://{path}"
+        if server is not None:
+            self.url = server.url
         options = {"path": str(path)} if engine == "file" else {"url": self.url}
         self.options: dict[str, Any] = {"storage": engine, "storage_options": options}
 
@@ -50,13 +57,29 @@ class Store:
 
         return asyncio.run(serve())
 
-    def labels(self) -> list[Path]:
-        return sorted(self.path.glob("*/label.json"))
+    def relabel(self, change: Callable[[PoolLabel], bytes | None]) -> None:
+        """Write the labels anew, or remove them."""
+        if self.server is not None:
+            with module("redis").Redis.from_url(self.url) as client:
+                for name in client.keys("*.label"):
+                    data = change(msgspec.json.decode(client.get(name), type=PoolLabel))
+                    client.delete(name) if data is None else client.set(name, data)
+        for path in self.path.glob("*/label.json"):
+            data = change(msgspec.json.decode(path.read_bytes(), type=PoolLabel))
+            path.unlink() if data is None else path.write_bytes(data)
 
 
-@pytest.fixture(params=["file", pytest.param("object", marks=pytest.mark.engine("object"))])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return Store(request.param, tmp_path / "pages")
+@pytest.fixture(
+    params=[
+        "file",
+        pytest.param("object", marks=pytest.mark.engine("object")),
+        pytest.param("redis", marks=pytest.mark.engine("redis")),
+    ]
+)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    with ExitStack() as stack:
+        server = stack.enter_context(RedisServer(tmp_path)) if request.param == "redis" else None
+        yield Store(request.param, tmp_path / "pages", server)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
@@ -111,19 +134,15 @@ def test_gc_leaves_alone_what_it_does_not_know(
     store: Store, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.fill("old", seconds=1e-3)
-    for path in store.labels():
-        label = msgspec.json.decode(path.read_bytes(), type=PoolLabel)
-        match change:
-            case "missing":
-                path.unlink()
-            case "damaged":
-                path.write_bytes(b"\xff{")
-            case "newer":
-                newer = msgspec.structs.replace(label, format=2, until=0.0)
-                path.write_bytes(msgspec.json.encode(newer))
-            case _:
-                later = msgspec.structs.replace(label, written=label.written + 86400)
-                path.write_bytes(msgspec.json.encode(later))
+    changes: dict[str, Callable[[PoolLabel], bytes | None]] = {
+        "missing": lambda label: None,
+        "damaged": lambda label: b"\xff{",
+        "newer": lambda label: msgspec.json.encode(msgspec.structs.replace(label, format=2, until=0.0)),
+        "later": lambda label: msgspec.json.encode(
+            msgspec.structs.replace(label, written=label.written + 86400)
+        ),
+    }
+    store.relabel(changes[change])
 
     code = main(["gc", store.url])
 
@@ -184,7 +203,7 @@ def test_an_object_store_is_cleaned_beside_a_cache(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["ls", "redis://127.0.0.1:1"], 2, "cannot be listed"),
+        (["ls", "mooncake://127.0.0.1:1"], 2, "cannot be listed"),
         (["ls"], 2, "required: PATH"),
         (["ls", "/nowhere/at/all"], 1, "does not exist"),
         (["gc", "/nowhere", "--per-second", "-1"], 2, "--per-second"),

@@ -148,7 +148,7 @@ _FILTERS = ("pool", "fingerprint", "model", "version", "namespace")
 class StoreOptions(CommandOptions, frozen=True):
     """Which store is meant, and which of its pools."""
 
-    path: Annotated[str, about("folder of a file store, or URL of an object store", positional=True)] = ""
+    path: Annotated[str, about("folder of files, or URL of an object store or a Redis", positional=True)] = ""
     option: Annotated[tuple[str, ...], about("an option of the storage engine, as name=value")] = ()
     pool: Annotated[str, about("only pools of this name")] = ""
     fingerprint: Annotated[str, about("only pools whose fingerprint begins with this, in hex")] = ""

@@ -93,7 +93,7 @@ def draw_script(seed: int) -> Script:
         script = _with_tails(script)
     if seed % _HINTED_SEEDS == 4:
         script = _with_hints(script)
-    if seed % _CHAINED_SEEDS == 5:
+    if seed % _CHAINED_SEEDS == 4:
         script = _with_near_stores(script)
     return _with_suspensions(script) if seed % _SUSPENDING_SEEDS == 1 else script
 
