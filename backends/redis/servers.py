@@ -114,10 +114,8 @@ class Servers:
             return True  # who connects asks the Sentinels
         master = self._master_of(client) if replica and client is not None else None
         if master is not None:
-            logger.warning(
-                "%s is a replica now: pages go to its master, %s:%d", self._options.server, *master
-            )
-            self._client = self._single({"host": master[0], "port": master[1]})
+            logger.warning("%s is a replica now: pages go to its master", self._options.server)
+            self._client = master
         elif client is self._home:
             return False
         else:
@@ -218,14 +216,14 @@ class Servers:
         client: Redis = sentinels.master_for(service)
         return client
 
-    def _master_of(self, client: Redis) -> tuple[str, int] | None:
-        """The master of a server that has become a replica, if it follows one that it reaches."""
-        try:
-            role, *facts = client.execute_command("ROLE")
-        except (RedisError, TypeError):  # not allowed to ask, gone, or no answer
-            return None
-        if role == b"slave" and len(facts) >= 3 and facts[2] == b"connected":
-            return facts[0].decode(), int(facts[1])
+    def _master_of(self, client: Redis) -> Redis | None:
+        """The master of a server that has become a replica, if it answers. Not all users may ask."""
+        with suppress(RedisError, TypeError, ValueError):
+            role, host, port, *_ = client.execute_command("ROLE")
+            if role == b"slave":
+                master = self._single({"host": host.decode(), "port": int(port)})
+                if master.execute_command("ROLE")[0] == b"master":
+                    return master
         return None
 
 
