@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from functools import partial
 
 import obstore
 
-from asynchicache.backends.object.objects import LABEL, StoredObject
+from asynchicache.backends.object.objects import LABEL, StoredObject, page_id
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.stores import FAILURES, advice, make_store, summary
 from asynchicache.errors import StorageError
 from asynchicache.hashing import NAMESPACE_BYTES
 from asynchicache.ports import Port
-from asynchicache.storage.labels import PoolLabel, PoolListing, read_label
+from asynchicache.storage.binding import read_frame
+from asynchicache.storage.labels import PagesChecked, PoolLabel, PoolListing, read_label
 
 _CHUNK = 1000
 """Objects of one listing or deletion, the most that S3 takes."""
@@ -25,11 +27,13 @@ class ObjectInventory:
 
     Args:
         options: the store.
+        port: threads.
         writes: whether something may be removed.
     """
 
-    def __init__(self, options: ObjectOptions, *, writes: bool) -> None:
+    def __init__(self, options: ObjectOptions, port: Port, *, writes: bool) -> None:
         self._options = options
+        self._port = port
         self._store = make_store(options)
         self._writes = writes and not options.read_only
 
@@ -92,6 +96,21 @@ class ObjectInventory:
             await self._delete([f"{pool.name}/{LABEL}"])
         return removed
 
+    async def check(self, pool: PoolListing) -> AsyncIterator[PagesChecked]:
+        async for path, size in self._listed(pool.name):
+            stored = StoredObject.of(pool.name, path, size)
+            if stored is None:
+                continue
+            try:
+                answer = await obstore.get_async(self._store, path)
+                data = memoryview(await answer.bytes_async())
+            except FileNotFoundError:  # somebody has deleted it meanwhile
+                continue
+            except FAILURES as error:
+                raise StorageError(f"{self._options.url}: {summary(error)}") from error
+            whole = await self._port.run_blocking(partial(_whole, stored, bytes(data)))
+            yield PagesChecked(stored.pages, stored.pages - whole, size)
+
     async def _delete(self, names: list[str]) -> None:
         try:
             await obstore.delete_async(self._store, names)
@@ -100,6 +119,20 @@ class ObjectInventory:
 
     async def aclose(self) -> None:
         """Nothing is open between requests."""
+
+
+def _whole(stored: StoredObject, data: bytes) -> int:
+    """How many pages of an object are what its name and their checksums say."""
+    frame, extra = divmod(len(data), stored.pages)
+    if extra:
+        return 0
+    parts = (data[at : at + frame] for at in range(0, len(data), frame or 1))
+    headers = map(read_frame, parts)
+    named = (one for _, _, one in stored.each())
+    return sum(
+        found is not None and page_id(found.key.digest) == one
+        for found, one in zip(headers, named, strict=False)
+    )
 
 
 def _namespace(stored: StoredObject) -> bytes:
@@ -126,4 +159,4 @@ def open_inventory(options: Mapping[str, object], port: Port, *, writes: bool) -
         ConfigError: an option does not fit.
         StorageError: the URL cannot be used.
     """
-    return ObjectInventory(ObjectOptions.of(options), writes=writes)
+    return ObjectInventory(ObjectOptions.of(options), port, writes=writes)

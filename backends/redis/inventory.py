@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 
 from msgspec import structs
 
@@ -17,7 +17,8 @@ from asynchicache.errors import StorageError
 from asynchicache.hashing import DIGEST_BYTES, NAMESPACE_BYTES
 from asynchicache.layouts import HEADER_BYTES
 from asynchicache.ports import Port
-from asynchicache.storage.labels import PoolLabel, PoolListing, read_label
+from asynchicache.storage.binding import read_frame
+from asynchicache.storage.labels import PagesChecked, PoolLabel, PoolListing, read_label
 
 _DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
@@ -84,8 +85,27 @@ class RedisInventory:
                 pass
         return removed
 
+    async def check(self, pool: PoolListing) -> AsyncIterator[PagesChecked]:
+        glob = self._glob(f"{pool.name}.{'?' * 2 * DIGEST_BYTES}")
+        async for checked in self._backend.steps(glob, _checked):
+            yield checked
+
     async def aclose(self) -> None:
         await self._backend.aclose()
+
+
+def _checked(wire: Wire, names: list[bytes]) -> PagesChecked:
+    """Read pages one by one: many large ones would not fit into memory."""
+    found = whole = nbytes = 0
+    for name in names:
+        (answer,) = wire.ask(("GET", name))
+        if answer is None:  # somebody has deleted it meanwhile
+            continue
+        header = read_frame(answer) if isinstance(answer, bytes) else None
+        found += 1
+        nbytes += len(answer) if isinstance(answer, bytes) else 0
+        whole += header is not None and name.endswith(header.key.text().encode())
+    return PagesChecked(found, found - whole, nbytes)
 
 
 def _survey(wire: Wire, names: list[bytes]) -> tuple[list[bytes], dict[bytes, PoolLabel | None]]:

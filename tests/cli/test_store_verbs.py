@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from asynchicache.hashing import namespace_id, namespace_seed
 from asynchicache.storage.labels import PoolLabel
 from cache.engine import SPEC, Engine, config
 from engines import module
+from storage.file_stores import SLOTS_AT
 from storage.redis_servers import RedisServer
 
 PROMPT = list(range(100, 120))
@@ -57,6 +58,24 @@ class Store:
 
         return asyncio.run(serve())
 
+    def damage(self) -> None:
+        """Change a bit in the last page of the largest file or value."""
+        if self.server is not None:
+            with module("redis").Redis.from_url(self.url) as client:
+                name = max(client.keys("*.kv.*"), key=client.strlen)
+                client.setrange(name, client.strlen(name) - 1, b"\xa5")
+            return
+        if self.options["storage"] == "file":
+            path = next(iter(self.path.glob("kv-*/00000.pages")))
+            with changing(path) as data:
+                data[SLOTS_AT] ^= 1
+            return
+        path = max(
+            (one for one in self.path.glob("*.kv/**/*") if one.is_file()), key=lambda one: one.stat().st_size
+        )
+        with changing(path) as data:
+            data[-1] ^= 1
+
     def relabel(self, change: Callable[[PoolLabel], bytes | None]) -> None:
         """Write the labels anew, or remove them."""
         if self.server is not None:
@@ -80,6 +99,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     with ExitStack() as stack:
         server = stack.enter_context(RedisServer(tmp_path)) if request.param == "redis" else None
         yield Store(request.param, tmp_path / "pages", server)
+
+
+@contextmanager
+def changing(path: Path) -> Iterator[bytearray]:
+    """The bytes of a file, to be changed."""
+    data = bytearray(path.read_bytes())
+    yield data
+    path.write_bytes(data)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
@@ -112,6 +139,18 @@ def test_ls_says_whose_pages_they_are(store: Store, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert "w2" in shown
     assert "w1" not in shown
+
+
+def test_verify_reads_every_page(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    store.fill("w1", (None, "tenant"))
+
+    code, whole = run(capsys, "verify", store.url)
+    store.damage()
+    damaged_code, damaged = run(capsys, "verify", store.url)
+
+    assert (code, whole["pages"], whole["corrupt"]) == (0, 2 * PAGES, 0)
+    assert whole["bytes"] > 0
+    assert (damaged_code, damaged["pages"], damaged["corrupt"]) == (1, 2 * PAGES - 1, 1)
 
 
 def test_gc_removes_what_nobody_uses_any_more(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,6 +242,8 @@ def test_an_object_store_is_cleaned_beside_a_cache(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
+        (["verify", "s3://bucket/x", "--repair"], 2, "for file stores"),
+        (["verify", "/nowhere", "--model", "m"], 2, "leave filters out"),
         (["ls", "mooncake://127.0.0.1:1"], 2, "cannot be listed"),
         (["ls"], 2, "required: PATH"),
         (["ls", "/nowhere/at/all"], 1, "does not exist"),

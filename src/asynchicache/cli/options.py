@@ -188,12 +188,21 @@ class GcOptions(StoreOptions, frozen=True):
     per_second: Annotated[Natural, about("pages to remove in a second at most; 0: no limit")] = 0
 
 
-class VerifyOptions(CommandOptions, frozen=True):
+class VerifyOptions(StoreOptions, frozen=True):
     """The flags of `verify`."""
 
-    path: Annotated[str, about("folder of the store", positional=True)] = ""
-    repair: Annotated[bool, about("forget damaged pages; the store must not be open elsewhere")] = False
-    seed: int = 0
+    repair: Annotated[
+        bool, about("forget damaged pages of a file store, which must not be open elsewhere")
+    ] = False
+    per_second: Annotated[Natural, about("pages to read in a second at most; 0: no limit")] = 0
+
+    def check(self) -> None:
+        super().check()
+        files = self.engine()[0] == "file"
+        if self.namespace or (files and (self.selects or self.per_second)):
+            raise ConfigError("verify reads all of a file store, whole pools of others: leave filters out")
+        if self.repair and not files:
+            raise ConfigError("--repair is for file stores; caches drop damaged pages of others")
 
 
 class ClearOptions(GcOptions, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from operator import add
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,15 +22,21 @@ from asynchicache.config import open_inventory
 from asynchicache.hashing import namespace_id, namespace_seed
 from asynchicache.ports import AsyncioPort
 from asynchicache.reports import facts
-from asynchicache.storage.labels import Inventory, PoolListing, check_clock
+from asynchicache.storage.labels import Inventory, PageReading, PagesChecked, PoolListing, check_clock
 
 T = TypeVar("T")
 
 
 def verify(options: VerifyOptions, output: Output) -> CommandResult:
     """Read every page; not ok if one cannot be read, or something is damaged and was not repaired."""
+    engine, found = options.engine()
+    if engine != "file":
+        checked = asyncio.run(_checked(options, output))
+        return CommandResult(
+            checked, facts([(n, str(v)) for n, v in checked.items()], "pages"), not checked["corrupt"]
+        )
     with output.console.status(escape(f"reading {options.path}")):
-        report = verify_store(Path(options.path), repair=options.repair)
+        report = verify_store(Path(str(found["path"])), repair=options.repair)
     return CommandResult(report.as_json(), _report(report), report.ok)
 
 
@@ -74,6 +81,31 @@ async def _with_inventory(
             await inventory.aclose()
     finally:
         await port.aclose()
+
+
+async def _checked(options: VerifyOptions, output: Output) -> dict[str, int]:
+    """Read the pages of pools, and count those that are damaged."""
+
+    async def check(inventory: Inventory, options: StoreOptions) -> dict[str, int]:
+        pools = await _chosen(inventory, options)
+        assert isinstance(inventory, PageReading)
+        assert isinstance(options, VerifyOptions)
+        total, every = PagesChecked(0, 0, 0), sum(_pages(pool, options) for pool in pools)
+        with output.bar("reading") as advance:
+            for pool in pools:
+                async for some in inventory.check(pool):
+                    total = PagesChecked(*map(add, total, some))
+                    advance(total.pages, every)
+                    if options.per_second:
+                        await asyncio.sleep(some.pages / options.per_second)
+        return {
+            "pages": total.pages - total.corrupt,
+            "corrupt": total.corrupt,
+            "orphaned": 0,
+            "bytes": total.nbytes,
+        }
+
+    return await _with_inventory(options, check, writes=False)
 
 
 async def _chosen(inventory: Inventory, options: StoreOptions) -> list[PoolListing]:

@@ -86,6 +86,15 @@ def read_header(data: bytes | bytearray | memoryview) -> PageHeader | None:
     return PageHeader(key, page_bytes, checksum)
 
 
+def read_frame(data: bytes | memoryview) -> PageHeader | None:
+    """The header of a page that was stored as one piece with it; None if either is damaged."""
+    header = read_header(data[:HEADER_BYTES])
+    page = memoryview(data)[HEADER_BYTES:]
+    if header is None or len(page) != header.page_bytes or page_checksum(page) != header.checksum:
+        return None
+    return header
+
+
 def page_checksum(page: memoryview) -> bytes:
     """xxh3-64 of a page without padding, 8 bytes big-endian."""
     return xxh3_64(page).digest()  # faster here than `xxh3_64_digest`

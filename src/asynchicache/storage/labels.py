@@ -7,9 +7,9 @@ has expired belongs to a model or to weights that nobody serves any more. Labels
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -112,6 +112,14 @@ class PoolListing(NamedTuple):
         return "live" if now < self.label.until else "expired"
 
 
+class PagesChecked(NamedTuple):
+    """Pages that were read: how many, how many are damaged, and their bytes."""
+
+    pages: int
+    corrupt: int
+    nbytes: int
+
+
 class Inventory(Protocol):
     """All pools of a store, whoever they belong to; a backend has one if it can list its pages."""
 
@@ -144,6 +152,19 @@ class Inventory(Protocol):
         ...
 
     async def aclose(self) -> None: ...
+
+
+@runtime_checkable
+class PageReading(Protocol):
+    """An inventory that reads pages too; for files there is `backends.file.verify`, which sees more."""
+
+    def check(self, pool: PoolListing) -> AsyncIterator[PagesChecked]:
+        """Read the pages of a pool, some at a time, and compare them with their checksums.
+
+        Raises:
+            StorageError: the store cannot be read.
+        """
+        ...
 
 
 def check_clock(pools: list[PoolListing], now: float) -> None:
