@@ -21,7 +21,9 @@ CHAT: dict[str, Any] = {
     "seed": 4,
     "extra_body": {"ignore_eos": True},
 }
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+SEEN = {"type": "object", "properties": {"at": {"enum": ["sky"]}}, "required": ["at"]}
+SEEN |= {"additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": SEEN}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["page", "state"]}}}
 
 
@@ -33,6 +35,11 @@ def calls(client: OpenAI) -> dict[str, Callable[[], object]]:
 
     def completed(**options: Any) -> list[str]:
         return [choice.text for choice in completions.create(model="model", **options).choices]
+
+    def called() -> list[str]:
+        options: Any = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 200}
+        (call,) = chat.create(**CHAT | options).choices[0].message.tool_calls or ()
+        return [call.function.name, call.function.arguments]
 
     def streamed() -> list[str]:
         parts = ["", ""]
@@ -57,7 +64,7 @@ def calls(client: OpenAI) -> dict[str, Callable[[], object]]:
         "prompts": lambda: completed(prompt=["a", [5, 6]], max_tokens=2),
         "echo": lambda: completed(prompt="a cache", max_tokens=0, echo=True),
         "json_schema": lambda: text(response_format=SCHEMA),
-        "tool_choice": lambda: text(tools=[TOOL], tool_choice="required"),
+        "tool_choice": called,
     }
 
 

@@ -207,4 +207,4 @@ def test_openai_sync_and_async(served: Served, tmp_path: Path) -> None:
     assert (given["tools"], len(given["prompts"]), given["echo"]) == (1, 2, ["a cache"])
     assert len(given["logprobs"]) == 8
     assert given["json_schema"][0] in {'"page"', '"state"'}
-    assert "tool_choice is not supported" in given["tool_choice"]
+    assert given["tool_choice"] == ["look", '{"at":"sky"}']

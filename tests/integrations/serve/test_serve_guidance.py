@@ -73,6 +73,63 @@ async def test_any_object_and_a_stream_and_a_completion(server: Running) -> None
     assert answer["text"].startswith("{")
 
 
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
+
+
+CALLED: Any = {
+    "model": "model",
+    "messages": [{"role": "user", "content": "a cache keeps what a model has computed"}],
+    "tools": [tool("keep"), tool("drop")],
+    "max_tokens": 100,
+    "temperature": 1.5,
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "drop"}}])
+async def test_a_tool_that_has_to_be_called_is_called(server: Running, choice: Any) -> None:
+    names = {"keep", "drop"} if choice == "required" else {"drop"}
+    answer = await server.openai.chat.completions.create(tool_choice=choice, n=2, **CALLED)
+    for one in answer.choices:
+        (call,) = one.message.tool_calls or ()
+        assert call.type == "function"
+        assert call.function.name in names
+        check(call.function.arguments)
+        assert (one.finish_reason, one.message.content) == ("tool_calls", None)
+    stream = await server.openai.chat.completions.create(tool_choice=choice, stream=True, **CALLED)
+    deltas = [chunk.choices[0] async for chunk in stream]
+    (streamed,) = [call for delta in deltas for call in delta.delta.tool_calls or ()]
+    assert streamed.function is not None
+    check(streamed.function.arguments or "")
+    assert deltas[-1].finish_reason == "tool_calls"
+
+
+async def test_a_call_that_reaches_its_limit_is_text(server: Running) -> None:
+    fields = {**CALLED, "max_tokens": 9}
+    answer = await server.openai.chat.completions.create(tool_choice="required", **fields)
+    assert (answer.choices[0].finish_reason, answer.choices[0].message.tool_calls) == ("length", None)
+    assert (answer.choices[0].message.content or "").startswith('{"name"')
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"tools": []}, "one of tools is not among tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "'fly' is not among tools"),
+        ({"response_format": HELD}, "send one of them"),
+        ({"tool_choice": "always"}, "always"),
+    ],
+)
+async def test_a_tool_that_is_not_there_is_refused(
+    server: Running, wrong: dict[str, Any], words: str
+) -> None:
+    fields = {**CALLED, "tool_choice": "required", **wrong}
+    answer = await server.http.post("/v1/chat/completions", json=fields)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], words in error["message"]) == ("tool_choice", True), error
+
+
 async def refused(server: Running, form: dict[str, Any], words: str) -> None:
     answer = await server.http.post("/v1/completions", json=body(response_format=form))
     assert answer.status_code == 400
@@ -92,3 +149,6 @@ async def test_what_cannot_be_held_to_is_refused_by_name(
 async def test_a_server_of_bytes_says_that_it_cannot() -> None:
     async with running(tiny_loaded()) as one:
         await refused(one, HELD, "reads bytes")
+        fields = {**CALLED, "model": None, "tool_choice": "required"}
+        error = (await one.http.post("/v1/chat/completions", json=fields)).json()["error"]
+        assert (error["param"], error["message"].split()[0]) == ("tool_choice", "tool_choice")

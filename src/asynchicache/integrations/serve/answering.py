@@ -25,12 +25,14 @@ class Wanted(NamedTuple):
         stop_ids: tokens that end the answer; not part of the text.
         echo: the text of the prompt comes first.
         answer: the answer is shown; else the prompt is computed only.
+        calls: the answer is a call of a tool, which is shown as a whole.
     """
 
     stops: Sequence[str] = ()
     stop_ids: Collection[int] = ()
     echo: bool = False
     answer: bool = True
+    calls: bool = False
 
 
 class Answer:
@@ -67,6 +69,7 @@ class Answer:
         Raises:
             CacheError, RuntimeError: the model failed.
         """
+        whole = ""
         async for token in self._generation:
             if self._wanted.echo and not self._tokens:
                 yield await asyncio.to_thread(self._echo)  # a long prompt would block the loop
@@ -75,11 +78,14 @@ class Answer:
             self._tokens += 1
             scores = self._scored(self._generation.scores[self._tokens - 1 : self._tokens])
             shown = token not in self._wanted.stop_ids
-            yield AnswerPiece(self._stops.push(self._detokenizer.push(token)) if shown else "", scores)
+            text = self._stops.push(self._detokenizer.push(token)) if shown else ""
+            if self._wanted.calls:
+                whole, text = whole + text, ""
+            yield AnswerPiece(text, scores)
             if self._stops.found:
                 break
         await self._generation.aclose()  # publishes its pages before the answer ends
-        yield AnswerPiece(self._stops.push(self._detokenizer.finish()) + self._stops.finish())
+        yield AnswerPiece(whole + self._stops.push(self._detokenizer.finish()) + self._stops.finish())
 
     def _echo(self) -> AnswerPiece:
         """The prompt, with the scores of its tokens if they are wanted."""
@@ -105,6 +111,8 @@ class Answer:
     @property
     def finish_reason(self) -> ApiFinishReason:
         """`stop` for a stop token or stop string, `length` if the answer reached its limit."""
+        if self._wanted.calls and self._generation.finish_reason == "stop":
+            return "tool_calls"
         return "stop" if self._stops.found or self._generation.finish_reason == "stop" else "length"
 
     @property

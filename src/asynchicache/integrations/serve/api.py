@@ -266,7 +266,8 @@ class Api:
     async def _constraint(self, request: GenerationRequest) -> SchemaConstraint | None:
         if request.schema is None:
             return None
-        return await self._in_thread(partial(self._guide.json, request.schema))
+        field = "tool_choice" if request.extras.calls else "response_format"
+        return await self._in_thread(partial(self._guide.json, request.schema, field))
 
     def _begin(
         self,
@@ -297,7 +298,7 @@ class Api:
             )
         except BusyError as error:
             raise overloaded(f"{error}: try again later", self._retry_after()) from error
-        wanted = Wanted(request.stops, stop_ids, echo, answer=new_tokens > 0)
+        wanted = Wanted(request.stops, stop_ids, echo, answer=new_tokens > 0, calls=request.extras.calls)
         return Answer(generation, served.tokenizer, tokens, wanted)
 
     def _new_tokens(self, request: GenerationRequest, prompt: int) -> int:

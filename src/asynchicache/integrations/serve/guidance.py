@@ -27,8 +27,12 @@ class Guide:
         self._stop_ids = stop_ids
         self._read: Any = None
 
-    def json(self, schema: Mapping[str, Any] | bool) -> SchemaConstraint:
+    def json(self, schema: Mapping[str, Any] | bool, field: str) -> SchemaConstraint:
         """Return the constraint of a JSON schema.
+
+        Args:
+            schema: of the answer.
+            field: of the request that asks for it, for errors.
 
         Raises:
             ApiError: llguidance is missing, or the schema or the tokenizer cannot be used.
@@ -37,10 +41,11 @@ class Guide:
             from llguidance import LLMatcher
         except ModuleNotFoundError as error:
             raise _refused(
-                "needs a package that is not here: pip install 'asynchicache[guidance]', or leave it out"
+                field,
+                "needs a package that is not here: pip install 'asynchicache[guidance]', or leave it out",
             ) from error
         if not isinstance(self._tokenizer, CheckpointTokenizer):
-            raise _refused("needs a checkpoint's tokenizer, and this server reads bytes: leave it out")
+            raise _refused(field, "needs a checkpoint's tokenizer, and this server reads bytes: leave it out")
         try:
             if self._read is None:
                 self._read = self._tokenizer.for_guidance(self._vocabulary, self._stop_ids)
@@ -48,10 +53,10 @@ class Guide:
             text = msgspec.json.encode(schema).decode()
             grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
         except ValueError as error:
-            raise _refused(f"is nothing to be held to: {error}") from error
+            raise _refused(field, f"is nothing to be held to: {error}") from error
         matcher = LLMatcher(self._read, grammar)
         if matcher.is_error():
-            raise _refused(f"is nothing to be held to: {matcher.get_error()}")
+            raise _refused(field, f"is nothing to be held to: {matcher.get_error()}")
         return SchemaConstraint(matcher)
 
 
@@ -77,5 +82,5 @@ class SchemaConstraint:
         return bool(self._matcher.is_stopped())
 
 
-def _refused(why: str) -> ApiError:
-    return ApiError(f"response_format {why}", param="response_format", code="unsupported_value")
+def _refused(field: str, why: str) -> ApiError:
+    return ApiError(f"{field} {why}", param=field, code="unsupported_value")

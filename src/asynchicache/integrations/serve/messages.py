@@ -361,6 +361,16 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "".join(part.text or "" for part in self.content)
 
 
+def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.get("parameters") or {"type": "object"}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function.get("name")}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """OpenAI's clients send arguments as a string of JSON; chat templates write a mapping."""
     function = call.get("function")
@@ -373,13 +383,26 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+class FunctionName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Names a function."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True, tag="function", forbid_unknown_fields=True):
+    """The tool that is to be called."""
+
+    function: FunctionName
+
+
 class ChatRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /v1/chat/completions`.
 
     Attributes:
         logprobs: tell the log probability of each token of the answer.
         top_logprobs: how many likely tokens to name in its place.
-        tools: what the chat template is to offer the model. The answer is text; calls in it are not parsed.
+        tools: what the chat template is to offer the model. Calls in a free answer are not parsed.
+        tool_choice: `required` or a tool: the answer is a call. Otherwise the model decides.
         chat_template_kwargs: more variables of the chat template, such as `enable_thinking`.
         reasoning_effort: likewise.
     """
@@ -388,6 +411,7 @@ class ChatRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LIKELY)] | None = None
 
@@ -398,6 +422,29 @@ class ChatRequest(GenerationRequest, frozen=True, forbid_unknown_fields=True):
                 "top_logprobs without logprobs: send logprobs true too, or leave it out", param="top_logprobs"
             )
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def calls(self) -> bool:
+        """Whether the answer has to be a call of a tool."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def extras(self) -> Extras:
+        return super().extras._replace(calls=self.calls)
+
+    @property
+    def schema(self) -> dict[str, Any] | bool | None:
+        if not self.calls:
+            return super().schema
+        if super().schema is not None:
+            raise ApiError("response_format with a forced tool_choice: send one of them", param="tool_choice")
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        offered = [tool.get("function") for tool in self.tools or ()]
+        functions = [one for one in offered if isinstance(one, dict) and named in (None, one.get("name"))]
+        if not functions:
+            wanted = "one of tools" if named is None else repr(named)
+            raise ApiError(f"tool_choice {wanted} is not among tools: send it there too", param="tool_choice")
+        return {"anyOf": [_call_schema(one) for one in functions]}
 
     def conversation(self) -> Conversation:
         """Return what the chat template takes.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-ApiFinishReason: TypeAlias = Literal["stop", "length"]
+ApiFinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 Body: TypeAlias = dict[str, Any]
 
 STREAM_END = b"data: [DONE]\n\n"
@@ -74,12 +75,14 @@ class Extras(NamedTuple):
     Attributes:
         usage: a stream ends with token counts; its chunks have the field `usage`, null until then.
         usage_always: each chunk has the counts so far.
+        calls: the answers are calls of tools, `{"name": ..., "arguments": {...}}`.
         tiers: the cached tokens of each tier, in the last chunk of a choice, or in the whole reply.
     """
 
     usage: bool = False
     usage_always: bool = False
     tiers: bool = False
+    calls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,13 @@ class CompletionReply(Reply):
     PREFIX, WHOLE, CHUNK = "cmpl", "text_completion", "text_completion"
 
 
+class ToolCall(msgspec.Struct):
+    """A call as the model writes it, if it has to."""
+
+    name: str
+    arguments: msgspec.Raw
+
+
 class ChatReply(Reply):
     """Of `/v1/chat/completions`."""
 
@@ -183,10 +193,21 @@ class ChatReply(Reply):
         return self._chunk([self._choice(number, delta, (), None)], usage)
 
     def _full(self, text: str) -> Body:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {"message": {"role": "assistant", "refusal": None} | self._said(text)}
 
     def _part(self, text: str) -> Body:
-        return {"delta": {"content": text} if text else {}}
+        return {"delta": self._said(text) if text else {}}
+
+    def _said(self, text: str) -> Body:
+        if not self.extras.calls:
+            return {"content": text}
+        try:
+            call = msgspec.json.decode(text, type=ToolCall)
+        except msgspec.MsgspecError:  # it reached its limit first
+            return {"content": text}
+        function = {"name": call.name, "arguments": bytes(call.arguments).decode()}
+        made = {"index": 0, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+        return {"content": None, "tool_calls": [made]}
 
     def _scores(self, scores: Sequence[Score]) -> Body:
         return {
