@@ -32,7 +32,7 @@ GROUP = DOCS / "examples" / "transformers_ranks.py"
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
-NEEDS = {"litserve_api.py": "litserve", "transformers_ranks.py": "accelerate"}
+NEEDS = {"handover.py": "obstore", "litserve_api.py": "litserve", "transformers_ranks.py": "accelerate"}
 """Packages that examples need beside the library's own; `make test` installs them."""
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
