@@ -7,15 +7,17 @@ checked and dropped one by one.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import chain, pairwise
 from math import inf
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import obstore
+from obstore.exceptions import AlreadyExistsError
 from obstore.store import MemoryStore
 
 from asynchicache.backends.compute import over_page
@@ -23,7 +25,7 @@ from asynchicache.backends.object.finder import Found, PageFinder, Whereabouts
 from asynchicache.backends.object.objects import LABEL, StoredObject, object_alone, object_of
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.requests import Requests, failed, noting
-from asynchicache.backends.object.stores import FAILURES, refuses_writes, summary
+from asynchicache.backends.object.stores import FAILURES, ignores_conditions, refuses_writes, summary
 from asynchicache.errors import StorageError
 from asynchicache.failure_log import FailureLog
 from asynchicache.hashing import ObjectKey
@@ -40,6 +42,8 @@ _MAX_PAGES = 160  # two groups, so that a call ends where one does
 _MAX_KEYS = 4096  # lists of groups run at once, as `requests` allows
 _PIECE_BYTES = 1 << 20
 """Copied in one step of the loop; a tenth of a millisecond."""
+_DAY = 86_400.0
+_TOUCHED_GROUPS = 1 << 16
 _FRESH_SECONDS = 30.0
 """How long `put` believes a lookup, instead of asking again: others may store the page meanwhile."""
 
@@ -68,6 +72,8 @@ class ObjectEngine:
         self._finder = PageFinder(binding, requests, port.now, alone=self._alone)
         self._frame_bytes = binding.header_bytes + binding.page_bytes
         self._failures = FailureLog(logger)
+        self._conditions = True
+        self._touched: OrderedDict[bytes, float] = OrderedDict()  # when, by group
         self.load_index = self._finder.load_index
         self.aclose = requests.aclose
         self.capabilities = Capabilities(
@@ -140,6 +146,41 @@ class ObjectEngine:
             else min((dropped[one.stored] for one in found), key=_WORST.index, default=Outcome.MISS)
             for found in everywhere
         ]
+
+    @property
+    def evicts(self) -> bool:
+        """Whether it wants `touch`: a rule of the store that expires objects evicts by age."""
+        return self._options.refresh_days > 0 and not self._options.read_only
+
+    async def touch(self, keys: Sequence[ObjectKey]) -> None:
+        """Make objects of used pages young again that are older than `refresh_days`."""
+        days, now = self._options.refresh_days, self._port.now()
+        asked = [key for key in keys if now - self._touched.get(key.group, -inf) > days * _DAY / 8]
+        for key in asked if self.evicts else ():
+            self._touched[key.group] = now
+            self._touched.move_to_end(key.group)
+        while len(self._touched) > _TOUCHED_GROUPS:
+            self._touched.popitem(last=False)
+        if not (asked and self.evicts):
+            return
+        oldest = datetime.now(UTC) - timedelta(days=days)
+        with self._telling("touch", keys):
+            places = await self._finder.everywhere(asked, self._requests.turns.pages, listing=True)
+            used = {one.stored for found in places for one in found or ()}
+            old = [one for one in used if one.modified is not None and one.modified < oldest]
+            await self._requests.each(self._renew, old)
+
+    async def _renew(self, stored: StoredObject) -> None:
+        young = stored.other_name(self._finder.folder)
+        try:
+            await obstore.copy_async(self._requests.store, stored.path, young.path)
+        except FileNotFoundError:
+            return  # another replica was first
+        except FAILURES as error:
+            failed(error)
+            return
+        self._finder.add(young)
+        await self._remove(stored)
 
     async def clear(self) -> int:
         """
@@ -288,7 +329,7 @@ class ObjectEngine:
             parts = list(chain(*(self._frame(slots[number]) for number in run)))
             if isinstance(self._requests.store, MemoryStore):
                 parts = [memoryview(b"".join(parts))]  # obstore would keep our memory instead of a copy
-            await obstore.put_async(self._requests.store, stored.path, parts, use_multipart=False)
+            outcome = await self._create(stored, parts)
         except FAILURES as error:
             outcome = failed(error)
             # A full store can still be read.
@@ -296,7 +337,26 @@ class ObjectEngine:
         self._finder.add(stored)
         for index, key in enumerate(mine):
             self._finder.remember(key, Found(stored, index))
-        return [Outcome.STORED] * len(run)
+        return [outcome] * len(run)
+
+    async def _create(self, stored: StoredObject, parts: list[memoryview]) -> Outcome:
+        """Store an object that is not there: of several writers one does, if the store knows conditions."""
+        store = self._requests.store
+        mode: Literal["create", "overwrite"] = "create" if self._conditions else "overwrite"
+        try:
+            await obstore.put_async(store, stored.path, parts, mode=mode, use_multipart=False)
+        except AlreadyExistsError:
+            found = await obstore.head_async(store, stored.path)
+            if found["size"] == stored.size:
+                return Outcome.EXISTS
+        except FAILURES as error:
+            if not (self._conditions and ignores_conditions(error)):
+                raise
+            self._conditions = False
+        else:
+            return Outcome.STORED
+        await obstore.put_async(store, stored.path, parts, use_multipart=False)
+        return Outcome.STORED
 
     async def _drop(self, found: Iterable[Found]) -> dict[StoredObject, Outcome]:
         """Take pages out of their objects; returns how that went."""
@@ -352,7 +412,7 @@ class ObjectEngine:
                 where, why, count = self._options.url, summary(failures[0]), len(failures)
                 self._failures.warning(
                     (verb, type(failures[0])),
-                    "%s, pool %s: %s of %d, %d requests failed: %s",
+                    "%s, pool %s: %s of %d pages: %d requests failed: %s",
                     where,
                     self._binding.pool,
                     verb,

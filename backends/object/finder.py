@@ -89,7 +89,7 @@ class PageFinder:
 
     def _parsed(self, listed: Iterable[obstore.ObjectMeta]) -> Iterator[StoredObject]:
         for entry in listed:
-            stored = StoredObject.of(self.folder, entry["path"], entry["size"])
+            stored = StoredObject.of(self.folder, entry["path"], entry["size"], entry["last_modified"])
             if stored is not None:
                 yield stored
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from typing import NamedTuple, Self
 
 from asynchicache.hashing import DIGEST_BYTES, NAMESPACE_BYTES, ObjectKey
@@ -23,7 +24,7 @@ _FILE_LETTERS = 192  # of a name's part; folders allow 255
 _GROUP_LETTERS = 2 * (NAMESPACE_BYTES + 16)
 _NAME = re.compile(
     rf"(?P<group>[0-9a-f]{{{_GROUP_LETTERS}}})/(?P<place>[0-9]{{2}})(?P<first>[\w-]{{{_ID_LETTERS}}})"
-    r"/(?P<count>[0-9]{2})(\.(?P<others>[\w/-]+))?",
+    r"/(?P<count>[0-9]{2})(?P<renewed>-?)(\.(?P<others>[\w/-]+))?",
     re.ASCII,
 )
 _ALONE = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
@@ -38,6 +39,8 @@ class StoredObject(NamedTuple):
         place: the place of its first page in the group.
         ids: of its pages, `page_id`, joined.
         size: bytes.
+        renewed: `-` in every other name that it gets, see `other_name`.
+        modified: when it was stored; None where no list said so.
     """
 
     path: str
@@ -45,29 +48,32 @@ class StoredObject(NamedTuple):
     place: int
     ids: str
     size: int
+    renewed: str = ""
+    modified: datetime | None = None
 
     @classmethod
-    def of(cls, folder: str, path: str, size: int) -> Self | None:
+    def of(cls, folder: str, path: str, size: int, modified: datetime | None = None) -> Self | None:
         """The object of that name in a pool's folder; None if the name is not ours."""
         name = path.removeprefix(f"{folder}/")
         if _ALONE.fullmatch(name):
             digest = bytes.fromhex(name)
-            return cls(path, group_name(digest), 0, page_id(digest), size)
+            return cls(path, group_name(digest), 0, page_id(digest), size, "", modified)
         found = _NAME.fullmatch(name)
         if found is None:
             return None
         ids = found["first"] + (found["others"] or "").replace("/", "")
-        made = cls.named(folder, found["group"], int(found["place"]), ids, size)
-        return made if made.path == path else None
+        made = cls.named(folder, found["group"], int(found["place"]), ids, size, found["renewed"])
+        return made._replace(modified=modified) if made.path == path else None
 
     @classmethod
-    def named(cls, folder: str, group: str, place: int, ids: str, size: int) -> Self:
+    def named(cls, folder: str, group: str, place: int, ids: str, size: int, renewed: str = "") -> Self:
         """The object of some pages in a pool's folder."""
         others = ids[_ID_LETTERS:]
         parts = [others[at : at + _FILE_LETTERS] for at in range(0, len(others), _FILE_LETTERS)]
-        count = f"{len(ids) // _ID_LETTERS:02}"
+        count = f"{len(ids) // _ID_LETTERS:02}{renewed}"
         name = ".".join([count, "/".join(parts)]) if parts else count
-        return cls(f"{beginning(folder, group, place, ids[:_ID_LETTERS])}/{name}", group, place, ids, size)
+        path = f"{beginning(folder, group, place, ids[:_ID_LETTERS])}/{name}"
+        return cls(path, group, place, ids, size, renewed)
 
     @property
     def pages(self) -> int:
@@ -89,6 +95,10 @@ class StoredObject(NamedTuple):
     def has_whole(self, index: int, frame_bytes: int) -> bool:
         """Whether the object is long enough for a page of this index, and not too long for its pages."""
         return (index + 1) * frame_bytes <= self.size <= self.pages * frame_bytes
+
+    def other_name(self, folder: str) -> Self:
+        """The object under another name: stores copy no object onto itself."""
+        return self.named(folder, self.group, self.place, self.ids, self.size, "" if self.renewed else "-")
 
     def part(self, folder: str, first: int, stop: int, frame_bytes: int) -> Self:
         """The object of some of its pages."""

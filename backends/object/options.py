@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Self
@@ -45,6 +46,8 @@ class ObjectOptions(BackendOptions, frozen=True):
         url: the bucket, and the prefix of every object's name.
         config: settings of the store by obstore's names: `endpoint`, `region`, `access_key_id`, ...
             Default: none; obstore then finds credentials as the cloud's own tools do.
+        credentials_file: a file in JSON with credentials, read again before they expire. Default: none.
+        credentials_command: a command that prints such credentials. Default: none.
         ca_file: certificates to trust beside the system's, in PEM. Default: none.
         requests: maximum number of concurrent requests for pages, over all pools, and of lookups beside them.
             Default: 32.
@@ -52,6 +55,8 @@ class ObjectOptions(BackendOptions, frozen=True):
         retries: further attempts after a failure of the server or the network. Default: 2.
         object_pages: most consecutive pages of a path in one object, 1 to 64. With 1, the digest alone names
             an object, as in stores of older versions. Default: 32.
+        refresh_days: age in days at which objects are copied within the store if their pages are used, in
+            memory too, so that a rule that expires objects by age keeps them. 0: never. Default: 0.
         index: list a pool's pages when it is opened, and answer `exists` from that list; pages that others
             store later are not seen. Default: false.
         read_only: read only; store and delete nothing. Default: false.
@@ -61,11 +66,14 @@ class ObjectOptions(BackendOptions, frozen=True):
 
     url: str = ""
     config: Mapping[str, str] = {}
+    credentials_file: str | None = None
+    credentials_command: str | None = None
     ca_file: str | None = None
     requests: Positive = 32
     timeout_seconds: FiniteSeconds = 10.0
     retries: Natural = 2
     object_pages: Positive = 32
+    refresh_days: Natural = 0
     index: bool = False
     read_only: bool = False
 
@@ -98,10 +106,19 @@ class ObjectOptions(BackendOptions, frozen=True):
             raise self.refused("url", self.url, _RULE)
         if self.object_pages > GROUP_PAGES:
             raise self.refused("object_pages", self.object_pages, f"must be at most {GROUP_PAGES}")
+        if self.refresh_days and (self.object_pages == 1 or self.scheme == "file"):
+            raise self.refused("refresh_days", self.refresh_days, "needs a bucket, and object_pages above 1")
         if self.config and self.scheme in ("file", "memory"):
             raise self.refused("config", sorted(self.config), f"has no effect with {self.scheme}://")
-        if self.ca_file is not None and self.scheme in ("file", "memory"):
-            raise self.refused("ca_file", self.ca_file, f"has no effect with {self.scheme}://")
+        for name in ("ca_file", "credentials_file", "credentials_command"):
+            if getattr(self, name) is not None and self.scheme in ("file", "memory"):
+                raise self.refused(name, getattr(self, name), f"has no effect with {self.scheme}://")
+        if self.credentials_file is not None and self.credentials_command is not None:
+            raise self.refused("credentials_file", self.credentials_file, "excludes credentials_command")
+        if self.credentials_file is not None and not Path(self.credentials_file).is_file():
+            raise self.refused("credentials_file", self.credentials_file, "must be a file")
+        if self.credentials_command is not None and not _is_command(self.credentials_command):
+            raise self.refused("credentials_command", self.credentials_command, "must be a command line")
         if self.ca_file is not None and not _holds_certificates(Path(self.ca_file)):
             raise self.refused("ca_file", self.ca_file, "must be a file of certificates in PEM")
 
@@ -110,6 +127,13 @@ class ObjectOptions(BackendOptions, frozen=True):
 
 
 _INSTEAD = "http:// is allowed where endpoint says so, and deadlines are option timeout_seconds"
+
+
+def _is_command(line: str) -> bool:
+    try:
+        return bool(shlex.split(line))
+    except ValueError:
+        return False
 
 
 def _holds_certificates(path: Path) -> bool:

@@ -10,12 +10,14 @@ from typing import Any
 
 from obstore.exceptions import (
     BaseError,
+    NotSupportedError,
     PermissionDeniedError,
     UnauthenticatedError,
     UnknownConfigurationKeyError,
 )
 from obstore.store import ObjectStore, from_url
 
+from asynchicache.backends.object.credentials import provider_of
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.errors import ConfigError, StorageError
 
@@ -78,12 +80,20 @@ def _remote(options: ObjectOptions) -> ObjectStore:
             "backoff": {"init_backoff": _FIRST_PAUSE, "max_backoff": _LONGEST_PAUSE, "base": 2},
         },
     }
+    provider = provider_of(options)
+    if provider is not None:
+        settings["credential_provider"] = provider
     return from_url(options.url, **settings)
 
 
 def _says_http(config: Mapping[str, str]) -> bool:
     addresses = [text for name, text in config.items() if any(word in name.lower() for word in _ADDRESSES)]
     return any(text.startswith("http://") for text in addresses)
+
+
+def ignores_conditions(error: Exception) -> bool:
+    """Whether a store does not know conditions of a write."""
+    return isinstance(error, NotSupportedError) or "501 not implemented" in str(error).lower()
 
 
 def refuses_writes(error: Exception) -> bool:

@@ -235,6 +235,18 @@ async def test_what_is_missing_is_said_at_open(
         ({"url": "memory:///", "ca_file": __file__}, r"ca_file='.*' has no effect with memory://"),
         ({"url": "s3://b/c", "ca_file": "/nope.crt"}, r"ca_file='/nope.crt' must be a file of certificates"),
         ({"url": "s3://b/c", "ca_file": __file__}, r"ca_file='.*' must be a file of certificates in PEM"),
+        (
+            {"url": "s3://b", "refresh_days": 1, "object_pages": 1},
+            r"refresh_days=1 needs a bucket",
+        ),
+        ({"url": "file:///tmp/x", "refresh_days": 1}, r"refresh_days=1 needs a bucket"),
+        ({"url": "memory:///", "credentials_file": "/x"}, r"credentials_file='/x' has no effect with memory"),
+        ({"url": "s3://b", "credentials_file": "/nope"}, r"credentials_file='/nope' must be a file"),
+        ({"url": "s3://b", "credentials_command": "'"}, r"credentials_command=.* must be a command line"),
+        (
+            {"url": "s3://b", "credentials_file": __file__, "credentials_command": "x"},
+            r"credentials_file='.*' excludes credentials_command",
+        ),
         ({"url": "memory:///", "object_pages": 65}, r"object_pages=65 must be at most 64"),
         ({"url": "memory:///", "object_pages": 0}, r"object_pages=0 must be a whole number above 0"),
         ({"url": "memory:///", "requests": 0}, r"requests=0 must be a whole number above 0"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,7 @@ class HostileStore:
         self.lies: dict[str, bytes] = {}
         self.patience = 10**9
         self.port = 0
+        self.signed: list[str] = []
 
     @property
     def options(self) -> dict[str, object]:
@@ -75,6 +78,8 @@ class HostileStore:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 method, path, _ = head.split(" ", 2)
+                fields = head.splitlines()
+                self.signed += [line for line in fields if line.lower().startswith("authorization")]
                 sizes = [line for line in head.lower().split("\r\n") if line.startswith("content-length:")]
                 body = await reader.readexactly(int(sizes[0].split(":")[1]) if sizes else 0)
                 if method in self.lies and "FORMAT" not in path and self.patience:
@@ -245,3 +250,80 @@ async def test_heads_that_lie_cost_a_miss(scheme: str) -> None:
         assert await bench.engine.delete(bench.keys(0)) == [FAILED]
 
         await recovers(store, bench)
+
+
+async def test_a_store_without_conditional_writes(scheme: str) -> None:
+    async with scene(scheme) as (store, bench):
+        store.lies["PUT"], store.patience = response("501 Not Implemented"), 2  # and once more
+        assert await bench.put(bench.keys(7), [5]) == [STORED]
+        assert await bench.get(bench.keys(7), [6]) == [HIT]
+        assert store.patience == 0
+
+
+async def test_of_two_writers_one_stores(scheme: str) -> None:
+    """The other has looked before; what is there is kept, unless it is cut short."""
+    async with scene(scheme) as (store, bench):
+        exists = b"<?xml version='1.0'?><Error><Code>BlobAlreadyExists</Code></Error>"
+        status = "409 Conflict" if scheme == "az" else "412 Precondition Failed"
+        store.lies["HEAD"] = response("404 Not Found", head=True)
+        store.lies["PUT"], store.patience = response(status, exists), 2
+        assert await bench.put(bench.keys(0), [5]) == [EXISTS]
+        assert store.patience == 0
+        (path,) = [path for path in store.objects if bench.keys(0)[0].digest.hex() in path]
+        store.objects[path], store.patience = b"short", 2
+        assert await bench.put(bench.keys(0), [0]) == [STORED]
+        assert await bench.get(bench.keys(0), [6]) == [HIT]
+
+
+ROTATING = {
+    "s3": {"Version": 1, "AccessKeyId": "KEY", "SecretAccessKey": "s3cret"},
+    "gs": {"token": "KEY"},
+    "az": {"token": "KEY"},
+}
+
+
+@pytest.mark.parametrize("option", ["credentials_file", "credentials_command"])
+async def test_credentials_are_read_again_before_they_expire(
+    scheme: str, option: str, tmp_path: Path
+) -> None:
+    store, source = HostileStore(scheme), tmp_path / "keys.json"
+
+    def rotate(key: str, seconds: float) -> None:
+        expires = (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
+        text = json.dumps({**ROTATING[scheme], "expires_at": expires}).replace("KEY", key)
+        source.write_text(text)
+
+    rotate("first", 0)  # each request needs new ones
+    async with listening(store.serve) as store.port:
+        plain = {name: text for name, text in store.options["config"].items() if "key" not in name}
+        config = {name: text for name, text in plain.items() if "token" not in name}
+        given = str(source) if option == "credentials_file" else f"cat '{source}'"
+        async with bench_at({**store.options, "config": config, option: given}) as bench:
+            assert await bench.put(bench.keys(0), [0]) == [STORED]
+            assert "first" in store.signed[-1]
+            rotate("second", 3600)
+            assert await bench.get(bench.keys(0), [1]) == [HIT]
+            assert "second" in store.signed[-1]
+            source.unlink()
+            assert await bench.get(bench.keys(0), [1]) == [HIT], "they are good for a while"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("sh -c 'echo no key today >&2; exit 3'", "credentials_command sh ended with 3: no key today"),
+        ("echo s3cret", "credentials of echo are no JSON object"),
+        ("""echo '{"token": "s3cret", "Expiration": "soon"}'""", "Expiration is no time in ISO 8601"),
+        ("/nowhere", "No such file or directory: '/nowhere'"),
+    ],
+)
+async def test_credentials_that_cannot_be_had_are_said_at_open(
+    scheme: str, command: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = HostileStore(scheme)
+    async with listening(store.serve) as store.port:
+        options = {**store.options, "config": {"account_name": "x"} if scheme == "az" else {}}
+        with pytest.raises(StorageError, match=words) as raised:
+            async with bench_at({**options, "credentials_command": command}):
+                pass
+    assert "s3cret" not in f"{raised.value}{caplog.text}"

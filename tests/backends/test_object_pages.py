@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from random import Random
 
@@ -15,8 +16,9 @@ import pytest
 from asynchicache import HybridCache
 from asynchicache.backends.object import engine as object_engine
 from asynchicache.backends.object import finder
-from asynchicache.backends.object.objects import StoredObject
+from asynchicache.backends.object.objects import LABEL, StoredObject
 from asynchicache.hashing import ObjectKey, page_digests, placed_pages
+from asynchicache.storage.protocol import OptionalVerbs
 from asynchicache.testing.backends import PoolUnderTest
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import Outcome, token_array
@@ -36,7 +38,8 @@ STORED, EXISTS, HIT, MISS, CORRUPT = (
 
 
 def objects_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "FORMAT")
+    beside = ("FORMAT", LABEL)
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in beside)
 
 
 def path_keys(bench: PoolUnderTest, tokens: list[int]) -> list[ObjectKey]:
@@ -347,3 +350,42 @@ async def test_a_group_of_many_objects_is_asked_for_by_its_pages(monkeypatch: py
         for path in paths:
             assert await bench.engine.exists(path) == bytes([1] * 41)
             assert await bench.get(path, range(41)) == [HIT] * 41
+
+
+# What is used stays young.
+
+
+@pytest.mark.parametrize("index", [False, True])
+async def test_objects_that_are_used_get_young_and_others_grow_old(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: bool
+) -> None:
+    prefix = tmp_path.name
+    async with bench_at(server.options(prefix, refresh_days=10, index=index)) as bench:
+        used, unused = path_keys(bench, [1, *range(40)]), path_keys(bench, [2, *range(40)])
+        for path in (used, unused):
+            await bench.put(path, range(41))
+        before = server.names(prefix)
+        assert OptionalVerbs(bench.engine).evicts
+        await bench.engine.touch(used[::-1])
+        assert server.names(prefix) == before, "they are young"
+
+        class Later(datetime):
+            @classmethod
+            def now(cls, tz: tzinfo | None = None) -> datetime:
+                return datetime.now(tz) + timedelta(days=11)
+
+        monkeypatch.setattr(object_engine, "datetime", Later)
+        bench.engine._touched.clear()  # as after a while
+        await bench.engine.touch(used[::-1])
+        after = server.names(prefix)
+        assert (len(after), len(after - before), len(before - after)) == (len(before), 2, 2)
+        sent = requests_of(server)
+        await bench.engine.touch(used)
+        assert requests_of(server) == sent, "it asks for each group once in a while"
+        for path in (used, unused):
+            assert await bench.engine.exists(path) == bytes([1] * 41)
+            assert await bench.get(path, range(41)) == [HIT] * 41
+        async with bench_at(server.options(prefix)) as other:
+            assert not OptionalVerbs(other.engine).evicts
+            assert await other.get(used, range(41)) == [HIT] * 41
+            assert await other.engine.clear() == 82

@@ -46,7 +46,7 @@ def options(name: str, folder: Path) -> CacheConfig:
         device_slots=slots,
         host_slots=slots,
         storage="object",
-        storage_options={"url": f"file://{folder}"},
+        storage_options={"url": f"file://{folder}", "object_pages": 1},  # a file is a page
         weight_version="test",
     )
 

@@ -35,9 +35,11 @@ def config(folder: Path, **more: object) -> CacheConfig:
     return CacheConfig(**(options | more))
 
 
-def in_objects(folder: Path, slots: Mapping[str, int], **more: object) -> CacheConfig:
-    """Options of ranks that share a store: a page is a file."""
-    url = {"url": f"file://{folder}"}
+def in_objects(
+    folder: Path, slots: Mapping[str, int], *, object_pages: int = 32, **more: object
+) -> CacheConfig:
+    """Options of ranks that share a store: an object is a file."""
+    url = {"url": f"file://{folder}", "object_pages": object_pages}
     return config(folder, storage="object", storage_options=url, device_slots=slots, host_slots=slots, **more)
 
 
@@ -209,7 +211,7 @@ async def test_a_part_that_is_lost_or_damaged_is_a_miss(tmp_path: Path) -> None:
     whole, tokens = tiny_spec("llama"), random_tokens(2 * PAGE)
     slots = slots_of(whole)
 
-    options = in_objects(tmp_path, slots)
+    options = in_objects(tmp_path, slots, object_pages=1)
     async with AsyncExitStack() as stack:
         engine = ShardedEngine(whole, 1)
         await engine.open(stack, options)
