@@ -11,7 +11,13 @@ import pytest
 
 from asynchicache.backends.file.folder import _VERSION as FILE_FORMAT
 from asynchicache.hashing import ObjectKey
-from asynchicache.integrations.serve.messages import _UNSUPPORTED, CompletionRequest, decode_request
+from asynchicache.integrations.serve.messages import (
+    _UNSUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+    decode_request,
+)
+from asynchicache.integrations.serve.operators import OperatorEndpoints
 from asynchicache.integrations.serve.problems import ApiError
 from asynchicache.storage.protocol import PoolEngine
 
@@ -81,3 +87,48 @@ def test_extras_on_the_install_page_are_those_there_are() -> None:
     page = text("howto/install.md")
 
     assert [name for name in extras if f"`{name}`" not in page] == []
+
+
+def files_named(words: str) -> set[str]:
+    """Paths of sources that a text names, in this repository."""
+    return set(re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|txt|toml|yml|yaml|json|sh))`", words))
+
+
+def is_here(path: str) -> bool:
+    """From the root, or from a folder that pages are written in the view of."""
+    views = (
+        ROOT,
+        DOCS,
+        ROOT / "src",
+        ROOT / "src/asynchicache",
+        ROOT / "src/asynchicache_lab",
+        ROOT / "deploy",
+    )
+    return any((view / path).exists() for view in views)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_files_and_targets_that_a_page_names_are_there(page: Path) -> None:
+    words = page.read_text("utf-8")
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+
+    assert {path for path in files_named(words) if not is_here(path)} == set()
+    assert set(re.findall(r"`make ([a-z][\w-]*)", words)) - targets == set()
+
+
+def test_a_file_that_is_not_there_is_seen() -> None:
+    assert not is_here("planner/fetch.py")
+    assert files_named("as `planner/fetch.py`, `tree/tree.py` and `page.py` do") == {
+        "planner/fetch.py",
+        "tree/tree.py",
+    }
+
+
+def test_every_field_and_every_verb_of_the_server_is_on_its_page() -> None:
+    page = text("howto/serve.md")
+    fields = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
+    verbs = re.findall(r'"(\w+)": self\._', inspect.getsource(OperatorEndpoints.routes))
+
+    assert [name for name in sorted(fields) if name not in page] == []
+    assert len(verbs) >= 6
+    assert [verb for verb in verbs if f"| `/{verb}` |" not in page] == []
