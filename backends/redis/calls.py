@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -14,6 +15,7 @@ from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.pool import WorkerPool
 from asynchicache.backends.redis.servers import KeyShare, Servers
 from asynchicache.backends.redis.wire import ErrorReply, Wire
+from asynchicache.errors import ClosedError
 from asynchicache.ports import Port
 
 T = TypeVar("T")
@@ -70,6 +72,7 @@ class Caller:
         self._workers = WorkerPool(options.connections, port)
         self._renewing = asyncio.Lock()
         self._renewals = 0
+        self._looking: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Find the servers, once.
@@ -146,6 +149,18 @@ class Caller:
                 self._workers.forget()
             return changed
 
+    def suspect(self) -> None:
+        """A server did not answer in time. Another one may have its place by now: find out, meanwhile."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        with suppress(OSError, ClosedError):
+            await self._renew(self._renewals, replica=False)
+
     async def aclose(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait([self._looking])
         await self._workers.aclose()
         self.servers.close()

@@ -214,6 +214,8 @@ class RedisEngine:
             if errors:
                 raise errors[0]
         except OSError as error:
+            if isinstance(error, TimeoutError):
+                self._caller.suspect()
             raise StorageError(
                 f"{self._options.server}: {verb.decode()} of {len(keys)} keys: {_text(error)}"
             ) from error
@@ -255,6 +257,8 @@ class RedisEngine:
         except StorageError as error:  # no node has a key
             errors = [error]
         outcomes = pages.outcomes()
+        if any(isinstance(error, TimeoutError) for error in errors):
+            self._caller.suspect()
         if errors:
             self._warn(verb, outcomes.count(Outcome.FAILED), errors[0])
         return outcomes

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -278,6 +281,31 @@ def test_processes_of_a_host_share_leases(tmp_path: Path, clock: Clock) -> None:
     assert one.held(4, 5) == [False, True]
     one.store.close()
     other.store.close()
+
+
+RESERVE_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from asynchicache.backends.hf3fs.metadata.store import MetadataStore
+
+store = MetadataStore(Path(sys.argv[1]), lease_seconds=10.0, now=lambda: 1000.0)
+kv = store.number(store.open("kv", 4, 4096).handle)
+assert None not in store.reserve(kv, "f" * 32, [f"{number:064x}" for number in range(100, 103)]).places
+store._database.execute("BEGIN IMMEDIATE")  # in the middle of a change
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_had_reserved_returns(tmp_path: Path, clock: Clock, shelf: Shelf) -> None:
+    shelf.put(1)
+    died = subprocess.run([sys.executable, "-c", RESERVE_AND_DIE, str(tmp_path)], check=False)
+    assert died.returncode == -signal.SIGKILL
+    shelf.store.delete(shelf.number, [name(1)])
+    assert [claim is not None for claim in shelf.reserve(2, 3)] == [True, False]
+
+    clock.time += LEASE
+
+    assert shelf.put(4, 5, 6) == ["stored"] * 3
 
 
 def test_a_host_that_starts_anew_has_no_readers_and_reservations_have_a_full_lease(

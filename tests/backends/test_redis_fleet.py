@@ -5,6 +5,7 @@ clients work: hits come back, no byte is wrong, and pages are stored again.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ from storage.redis_servers import (
     Sentinels,
     backend_at,
     bench_at,
+    impatient,
     open_bench,
     redis_at,
     until,
@@ -163,6 +165,24 @@ async def test_a_master_is_killed_under_16_clients(tmp_path: Path) -> None:
                 assert await bench.put(fresh, range(20)) == [STORED] * 20
 
 
+async def test_a_master_that_hangs_is_left_for_the_one_that_takes_its_place(tmp_path: Path) -> None:
+    with RedisCluster(tmp_path, MIXED) as cluster:
+        async with bench_at(cluster.url, timeout_seconds=5) as bench:
+            keys = bench.keys(*range(12))
+            assert await bench.put(keys, range(12)) == [STORED] * 12
+            assert all(redis_at(node).wait(1, 60_000) == 1 for node in cluster.masters)
+            cluster.masters[1].pause()
+
+            async def back() -> bool:
+                with impatient(bench, 1):
+                    return await bench.get(keys, range(12, 24)) == [HIT] * 12
+
+            assert not await back()
+            await in_time(back)
+            cluster.masters[1].resume()
+            assert await bench.put(bench.keys(*range(100, 112)), range(12)) == [STORED] * 12
+
+
 async def test_a_whole_cluster_that_comes_back_empty_is_found_again(tmp_path: Path) -> None:
     cluster = RedisCluster(tmp_path, [("redis-server", "redis-server")] * 1)
     with cluster:
@@ -183,6 +203,27 @@ async def test_a_whole_cluster_that_comes_back_empty_is_found_again(tmp_path: Pa
 
 
 # One master, and who takes its place.
+
+
+async def test_a_name_is_looked_up_anew_when_a_connection_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, addresses = socket.getaddrinfo, {"pages.test": "127.0.0.1"}
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *given, **more: real(addresses.get(host, host), *given, **more)
+    )
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    with RedisServer(tmp_path / "one") as first:
+        there = ["--bind", "127.0.0.2", "--port", str(first.port)]
+        with RedisServer(tmp_path / "two", *there):
+            async with bench_at(f"redis://pages.test:{first.port}") as bench:
+                assert await bench.put(bench.keys(1), [0]) == [STORED]
+                addresses["pages.test"] = "127.0.0.2"
+                assert await bench.put(bench.keys(1), [0]) == [EXISTS]  # a connection that is whole is kept
+                first.kill()
+
+                assert await bench.put(bench.keys(1), [0]) == [STORED]
 
 
 @pytest.fixture

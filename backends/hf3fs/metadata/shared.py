@@ -91,7 +91,7 @@ class SharedNames:
         return answers
 
     def _answering(self, verb: str) -> _Answering:
-        return _Answering(self.where, verb, self._options.timeout_seconds)
+        return _Answering(self.where, verb, self._options.timeout_seconds, self._caller.suspect)
 
     def _check_policy(self, memory: object) -> None:
         """Not all users may ask; then nothing is known."""
@@ -124,7 +124,8 @@ def open_names(words: Mapping[str, object], port: Port) -> SharedNames:
 class _Answering:
     """The deadline of a call; every failure becomes a StorageError that names the server."""
 
-    def __init__(self, where: str, verb: str, seconds: float) -> None:
+    def __init__(self, where: str, verb: str, seconds: float, late: Callable[[], None]) -> None:
+        self._late = late
         self._where, self._verb, self._seconds = where, verb, seconds
         self._timeout = asyncio.timeout(seconds)
 
@@ -135,6 +136,7 @@ class _Answering:
         try:
             await self._timeout.__aexit__(kind, error, trace)
         except TimeoutError:
+            self._late()
             raise StorageError(f"{self._where}: {self._verb}: no answer in {self._seconds:g} s") from None
         if isinstance(error, OSError):
             raise StorageError(f"{self._where}: {self._verb}: {error}") from error
