@@ -432,14 +432,28 @@ class BaseCache(Generic[RequestKind]):
                 raise
         self._attached, self._given = config, given
 
-    async def detach_storage(self) -> bool:
-        """Detach storage; False if there was none.
+    async def detach_storage(self, stage: str | None = None) -> bool:
+        """Detach storage, or one stage of a chain of stores; False if there was none, or it is detached.
 
         Requests continue, and miss its pages. Waits for calls in flight, up to the `closing` limit of
         `storage_limits`. `durable` returns False.
         """
         self._parts.executor.loop.check()
+        if stage is not None:
+            return await shielded(self._parts.storage.chain().detach(stage))
         return await shielded(self._parts.storage_writer.detach())
+
+    async def attach_stage(self, stage: str) -> None:
+        """Use a stage of a chain of stores again, after `detach_storage(stage)`.
+
+        If it cannot be opened now, it is tried again, as every stage that is down.
+
+        Raises:
+            ConfigError: there is no such stage.
+            UsageError: no chain of stores is attached.
+        """
+        await self._parts.executor.checkpoint()
+        await shielded(self._parts.storage.chain().attach(stage))
 
     async def clear_storage(self) -> int:
         """Remove all pages of this model, with these weights and this salt, from storage.

@@ -30,6 +30,8 @@ from asynchicache.cache import BaseCache
 from asynchicache.controller.event_hub import EventSubscription
 from asynchicache.controller.request import BaseRequest
 from asynchicache.openings import Opening
+from asynchicache.storage.chain import Stage as ChainStage
+from asynchicache.storage.chain import StorageChain
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.checks import assert_clean
@@ -265,6 +267,16 @@ async def attach(stage: Stage, at: At) -> None:
     await at(stage.cache.attach_storage(stage.storage))
 
 
+async def attach_stage(stage: Stage, at: At) -> None:
+    near, far = MemoryBackend(MemoryStore()), MemoryBackend(MemoryStore())
+    parts = [ChainStage("near", lambda: near), ChainStage("far", lambda: far)]
+    await stage.cache.detach_storage()
+    await stage.cache.attach_storage(StorageChain(parts, stage.world.port))
+    await stage.cache.detach_storage("near")
+    near = MemoryBackend(MemoryStore())
+    await at(stage.cache.attach_stage("near"))
+
+
 async def detach_what_is_read_from(stage: Stage, at: At) -> None:
     async with stage.cache.request([*STORED, 1]) as request:
         reading = asyncio.create_task(request.prefetch())
@@ -354,6 +366,7 @@ SCENARIOS: dict[str, list[Scenario]] = {
     "BaseCache.sync": [sync],
     "BaseCache.verify_ranks": [verify_ranks],
     "BaseCache.attach_storage": [attach],
+    "BaseCache.attach_stage": [attach_stage],
     "BaseCache.detach_storage": [detach_what_is_read_from],
     "BaseCache.clear_storage": [clear_what_is_written_to],
     "BaseCache.update_weights": [update_weights],

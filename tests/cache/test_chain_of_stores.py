@@ -99,6 +99,15 @@ async def test_storage_is_a_chain_for_attaching_too(tmp_path: Path) -> None:
         await cache.attach_storage(options["storage"], options["storage_options"])
         await Engine(cache).serve(PROMPT)
         assert await cache.sync()
+        assert await cache.detach_storage("near")
+        assert not await cache.detach_storage("near")
+        assert (await Engine(cache).serve([7, *PROMPT])).tokens == 0
+        async with cache.request([7, *PROMPT]) as request:
+            await request.load()
+            assert await request.durable()
+        await cache.attach_stage("near")
+        with pytest.raises(ConfigError, match="no storage stage"):
+            await cache.attach_stage("nowhere")
         await cache.update_weights("others")
         assert list(cache.statistics().stages) == ["near", "far"]
         assert await cache.detach_storage()

@@ -493,3 +493,48 @@ async def test_what_leaves_a_stage_is_stored_page_by_page(policy: StagePolicy) -
                 await outcomes(32)
     finally:
         await port.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_stage_is_detached_and_attached_again() -> None:
+    async with chained(ALL, ALL) as s:
+        await s.put(1, 2)
+        s.stores[1].drop(s.keys(2)[0])
+        s.stores[0].drop(s.keys(1)[0])
+        assert await s.pool.chain.detach("stage0")
+        assert not await s.pool.chain.detach("stage0")
+
+        assert await s.get(1, 2) == [HIT, MISS]
+        assert (await s.pool.exists(s.keys(1, 2))).outcomes == [HIT, MISS]
+        assert await s.put(3) == [STORED]
+        assert (await s.pool.exists(s.keys(3), fresh=True)).outcomes == [HIT]
+        assert (await s.pool.delete(s.keys(3))).outcomes == [HIT]
+        assert s.have(1, 2, 3) == [[2], [1]]
+
+        s.faults[0] = Faulty(MemoryBackend(s.stores[0]), FaultRates(), random.Random(1))
+        s.pool.chain.stage("stage0").open = lambda: s.faults[0]
+        await s.pool.chain.attach("stage0")
+        assert await s.get(1, 2) == [HIT, HIT]
+        await s.settled()
+        assert s.have(1, 2) == [[1, 2], [1]]
+        with pytest.raises(ConfigError, match="no storage stage 'x'"):
+            await s.pool.chain.detach("x")
+
+
+def test_a_detached_stage_keeps_the_slots_that_it_may_write_to() -> None:
+    async def main(world: SeededWorld) -> None:
+        async with chained(ALL, ALL, port=world.port, deadline=1.0, closing=1.0) as s:
+            await s.put(1)
+            s.faults[0].rates = FaultRates(hang=1.0, calls=("get",))
+            reading = asyncio.create_task(s.read(1))
+            await asyncio.sleep(0.5)
+            assert await s.pool.chain.detach("stage0")
+            assert (await reading).outcomes == [TIMEOUT]
+            late = s.pool.lingering([0])
+            assert late is not None
+            assert s.pool.used(frozenset({0})) == {0}
+            s.faults[0].release()
+            await late
+            assert s.pool.lingering([0]) is None
+
+    run_seeded(2, main)

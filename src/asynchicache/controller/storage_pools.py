@@ -9,13 +9,13 @@ from functools import partial
 from operator import and_
 from typing import NamedTuple, Self, TypeAlias
 
-from asynchicache.errors import ClosedError, ConfigError, StorageError
+from asynchicache.errors import ClosedError, ConfigError, StorageError, UsageError
 from asynchicache.hashing import ObjectKey, PlacedPage
 from asynchicache.planner.actions import StorageWrite
 from asynchicache.planner.readings import StorageRead
 from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.storage.chain import AnyPool, ChainedPool, open_stored
+from asynchicache.storage.chain import AnyPool, ChainedPool, StorageChain, open_stored
 from asynchicache.storage.deadlines import close, joined
 from asynchicache.storage.labels import label_maker
 from asynchicache.storage.limits import BatchResult, PoolLimits
@@ -73,11 +73,13 @@ class AttachedStorage:
     Attributes:
         on_unused: called with itself, a pool and slots when a read has ended that was running when this was
             closed.
+        chain: the backend, if it is a chain of stores.
     """
 
     def __init__(self) -> None:
         self.on_unused: OnUnused = _ignore
         self.pools: dict[str, StoredPool] = {}
+        self.chain: StorageChain | None = None
         self._stack = AsyncExitStack()
         self._closing = asyncio.Lock()
 
@@ -111,6 +113,7 @@ class AttachedStorage:
         if not isinstance(backend, StorageBackend):
             raise ConfigError(f"storage {backend!r} is no StorageBackend")
         attachment = cls()
+        attachment.chain = backend if isinstance(backend, StorageChain) else None
         async with AsyncExitStack() as stack:
             if owned:
                 stack.push_async_callback(close, backend, limits.closing, f"storage {backend.name!r}")
@@ -217,6 +220,17 @@ class StoragePools:
         """`tokens` under the name of a stage of a chain of stores; empty without a chain."""
         guard = next((pool.guard for pool in self._pools.values()), None)
         return {guard.stage_names[number]: tokens} if tokens and isinstance(guard, ChainedPool) else {}
+
+    def chain(self) -> StorageChain:
+        """The chain of stores that is attached.
+
+        Raises:
+            UsageError: there is none.
+        """
+        chain = self._attachment.chain if self._attachment is not None else None
+        if chain is None:
+            raise UsageError("no chain of stores is attached, so there is no stage")
+        return chain
 
     def stages(self) -> dict[str, dict[str, PoolStatistics]]:
         """By stage of a chain, the nearest first, and pool; empty without a chain."""

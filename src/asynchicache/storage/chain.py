@@ -92,12 +92,14 @@ class Stage:
         open: opens the store, which the chain closes; called again later if the store is not there.
         policy: what it gets.
         backend: the open store; None until it is open.
+        detached: it is not used, and not tried.
     """
 
     name: str
     open: Callable[[], StorageBackend]
     policy: StagePolicy = field(default_factory=StagePolicy)
     backend: StorageBackend | None = None
+    detached: bool = False
 
 
 class StorageChain:
@@ -154,6 +156,43 @@ class StorageChain:
             raise
         self.pools[binding.fingerprint, binding.pool, binding.shard] = pool
         return pool
+
+    def stage(self, name: str) -> Stage:
+        """
+        Raises:
+            ConfigError: there is no such stage.
+        """
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise ConfigError(f"there is no storage stage {name!r}, but {[stage.name for stage in self.stages]}")
+
+    async def detach(self, name: str) -> bool:
+        """Go on without a stage, whose pages are missed and which promises nothing; False if it is detached.
+
+        Raises:
+            ConfigError: there is no such stage.
+        """
+        stage = self.stage(name)
+        if stage.detached:
+            return False
+        stage.detached = True
+        await asyncio.gather(*(pool.detach(stage) for pool in self.pools.values() if not pool.closed))
+        backend, stage.backend = stage.backend, None
+        if backend is not None:
+            await close(backend, PoolLimits().closing, f"storage {name!r}")
+        return True
+
+    async def attach(self, name: str) -> None:
+        """Use a detached stage again; one that cannot be opened is tried again later.
+
+        Raises:
+            ConfigError: there is no such stage.
+        """
+        stage = self.stage(name)
+        if stage.detached:
+            stage.detached = False
+            await asyncio.gather(*(pool.attach(stage) for pool in self.pools.values() if not pool.closed))
 
     async def aclose(self) -> None:
         """Close every pool and store; closing twice is harmless."""
@@ -344,6 +383,7 @@ class ChainedPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failures = FailureLog(logger)
         self._clearing = 0
+        self._former: list[GuardedPool] = []  # of detached stages
         self._label: Callable[[float], bytes] | None = None
 
     # Opening, and trying again
@@ -357,6 +397,21 @@ class ChainedPool:
         failures = [error for stage in self._stages if (error := await self._open(stage)) is not None]
         if len(failures) == len(self._stages):
             raise failures[0]
+
+    async def detach(self, stage: Stage) -> None:
+        """End the use of a stage. Its calls that have not ended run on, and keep their slots."""
+        for one in self._stages:
+            if one.stage is stage and one.guard is not None:
+                guard, one.guard = one.guard, None
+                self._former.append(guard)
+                await guard.stop()
+                await guard.close_engine()
+
+    async def attach(self, stage: Stage) -> None:
+        """Use a stage again."""
+        for one in self._stages:
+            if one.stage is stage and one.guard is None:
+                await self._open(one)
 
     async def _open(self, stage: _PoolStage) -> StorageError | None:
         """Open a stage; returns why it cannot be."""
@@ -399,7 +454,7 @@ class ChainedPool:
 
     def _try(self, stage: _PoolStage, key: ObjectKey) -> None:
         """Try a stage that is down, beside the calls: they do not wait for it."""
-        if self.closed or stage.trial is not None:
+        if self.closed or stage.trial is not None or stage.stage.detached:
             return
         if stage.guard is not None:
             call = self._ask_again(stage.guard, key)
@@ -450,16 +505,22 @@ class ChainedPool:
     @property
     def object_pages(self) -> int:
         """The most pages that any stage keeps in one object."""
-        return max(guard.object_pages for guard in self._guards())
+        return max((guard.object_pages for guard in self._guards()), default=1)
 
     @property
     def read_limits(self) -> tuple[int, int]:
         """The most concurrent reads, and the most pages of one."""
         limits = [guard.read_limits for guard in self._guards()]
+        if not limits:
+            return 1, 1
         return max(calls for calls, _ in limits), min(pages for _, pages in limits)
 
     def _guards(self) -> list[GuardedPool]:
         return [stage.guard for stage in self._stages if stage.guard is not None]
+
+    def _every_guard(self) -> list[GuardedPool]:
+        """Also those of detached stages, whose calls may go on."""
+        return [*self._guards(), *self._former]
 
     def _check_open(self) -> None:
         if self.closed:
@@ -486,7 +547,9 @@ class ChainedPool:
     async def _asked(
         self, stage: _PoolStage, keys: Sequence[ObjectKey], *, fresh: bool = False
     ) -> Sequence[Outcome]:
-        """Which pages a stage has; FAILED without waiting if it is down."""
+        """Which pages a stage has; FAILED without waiting if it is down, and none if it is detached."""
+        if stage.stage.detached:
+            return [Outcome.MISS] * len(keys)
         guard = stage.ready
         if guard is None:
             self._try(stage, keys[0])
@@ -497,7 +560,11 @@ class ChainedPool:
 
     def _promising(self) -> list[int]:
         """Numbers of the stages that `durable` counts on."""
-        numbers = [number for number, stage in enumerate(self._stages) if stage.policy.write == "all"]
+        numbers = [
+            number
+            for number, stage in enumerate(self._stages)
+            if stage.policy.write == "all" and not stage.stage.detached
+        ]
         named = [number for number in numbers if self._promises(self._stages[number])]
         return named or [number for number in numbers if self._stages[number].policy.durable is None]
 
@@ -512,6 +579,8 @@ class ChainedPool:
         if not keys:
             return []
         found = await asyncio.gather(*(self._kept(number, keys) for number in self._promising()))
+        if not found:  # all that promise are detached
+            return [Outcome.MISS] * len(keys)
         return [min(outcomes, key=_PROMISE_ORDER.index) for outcomes in zip(*found, strict=True)]
 
     async def _kept(self, number: int, keys: Sequence[ObjectKey]) -> list[Outcome]:
@@ -547,9 +616,9 @@ class ChainedPool:
             for place in set(there).difference(lost):
                 sources[place] = number
             unsafe = frozenset[int]()
-            if batch.lingering is not None and stage.guard is not None:
+            if batch.lingering is not None:
                 late.append(batch.lingering)
-                unsafe = stage.guard.used(frozenset(slots[place] for place in lost))
+                unsafe = self.used(frozenset(slots[place] for place in lost))
             left = [p for p in left if outcomes[p] is not Outcome.HIT and slots[p] not in unsafe]
         await self._spread(keys, slots, outcomes, sources)
         return self._counted("get", BatchResult(outcomes, joined(late), bytes(sources)), started)
@@ -572,6 +641,8 @@ class ChainedPool:
         found = await asyncio.gather(*calls)
         columns = [batch.outcomes for one, batch in zip(numbers, found, strict=True) if one in promising]
         outcomes = [min(each, key=_WRITE_ORDER.index) for each in zip(*columns, strict=True)]
+        if not columns:  # all that promise are detached
+            outcomes = [Outcome.REJECTED] * len(keys)
         late = [batch.lingering for batch in found if batch.lingering is not None]
         return self._counted("put", BatchResult(outcomes, joined(late)), started)
 
@@ -614,6 +685,8 @@ class ChainedPool:
 
     @staticmethod
     async def _delete(stage: _PoolStage, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        if stage.stage.detached:
+            return [Outcome.MISS] * len(keys)
         if stage.guard is not None:
             with suppress(ClosedError):
                 return (await stage.guard.delete(keys)).outcomes
@@ -649,6 +722,8 @@ class ChainedPool:
         return max(one for one in found if isinstance(one, int))
 
     async def _clear(self, stage: _PoolStage) -> int:
+        if stage.stage.detached:
+            return 0
         if stage.guard is None:
             raise StorageError(
                 f"pool {self._binding.pool!r}: stage {stage.stage.name!r} is not open, and not cleared"
@@ -784,16 +859,16 @@ class ChainedPool:
 
     def lingering(self, slots: Sequence[int]) -> asyncio.Future[None] | None:
         """As `GuardedPool.lingering`, for all stages."""
-        return joined([one for guard in self._guards() if (one := guard.lingering(slots)) is not None])
+        return joined([one for guard in self._every_guard() if (one := guard.lingering(slots)) is not None])
 
     def used(self, slots: frozenset[int]) -> frozenset[int]:
         """Those of `slots` that a running call of a stage uses."""
-        return frozenset().union(*(guard.used(slots) for guard in self._guards()))
+        return frozenset().union(*(guard.used(slots) for guard in self._every_guard()))
 
     async def stop(self) -> None:
         """Refuse further calls, and wait for running ones, for a limited time."""
         self.closed = True
-        await asyncio.gather(*(guard.stop() for guard in self._guards()))
+        await asyncio.gather(*(guard.stop() for guard in self._every_guard()))
         await self._end_tasks()
 
     async def _end_tasks(self) -> None:
@@ -804,18 +879,18 @@ class ChainedPool:
 
     def retire(self, on_unused: Callable[[frozenset[int]], object]) -> None:
         """After `stop`: calls that have not ended are late now, see `GuardedPool.retire`."""
-        for guard in self._guards():
+        for guard in self._every_guard():
             guard.retire(lambda slots: on_unused(frozenset(s for s in slots if s < self.staged.first)))
 
     async def aclose(self) -> frozenset[int]:
         """Close every stage; returns the slots that an engine may still touch."""
         await self.stop()
-        held = await asyncio.gather(*(guard.aclose() for guard in self._guards()))
+        held = await asyncio.gather(*(guard.aclose() for guard in self._every_guard()))
         return frozenset(slot for slots in held for slot in slots if slot < self.staged.first)
 
     async def close_engine(self) -> None:
         """Close the engine of every stage, once."""
-        await asyncio.gather(*(guard.close_engine() for guard in self._guards()))
+        await asyncio.gather(*(guard.close_engine() for guard in self._every_guard()))
 
     # Statistics
 
