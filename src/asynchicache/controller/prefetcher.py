@@ -296,9 +296,7 @@ class Prefetcher:
             reason = await self._wait_in_parts(prefetch, seconds)
             if prefetch.ended is not None and not prefetch.gone:
                 # Another request may have published during the read: what was read gave way to its backup.
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(seconds - (clock() - started)):
-                        await self._wait_for_backups(tokens, seed)
+                await self._wait_for_backups(tokens, seed, seconds - (clock() - started))
         finally:
             self.waits.observe(clock() - started)
         if prefetch.gone:
@@ -434,7 +432,7 @@ class Prefetcher:
         tokens, seed = prefetch.request.tokens, prefetch.request.seed
         digests = await self._digests(tokens, seed)
         with self._presence.listen(digests, prefetch.known.answered):
-            await self._wait_for_backups(tokens, seed)
+            await self._wait_for_backups(tokens, seed, self._options.deadline(len(tokens)))
             reason = await self._present(prefetch.known, tokens, seed, digests)
         prefetch.known.digests = digests
         if prefetch.gone and not self._waits_for_nobody:
@@ -513,10 +511,15 @@ class Prefetcher:
         present = {one: flags[: end.pages].ljust(end.pages, b"\0") for one, flags in known.flags.items()}
         return query, {one: flags + b"\1" for one, flags in present.items()}
 
-    async def _wait_for_backups(self, tokens: array[int], seed: bytes) -> None:
-        """Wait while pages of the prefix are being copied from an engine's pages to the host."""
-        while self._prefetches.backup_in_flight(tokens, seed) and not self._executor.stopped:
-            await self._executor.next_progress()
+    async def _wait_for_backups(self, tokens: array[int], seed: bytes, seconds: float) -> None:
+        """Wait while pages of the prefix are copied from an engine's pages to the host; for `seconds` only.
+
+        On a device that hangs they never end, and detaching storage waits for this.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._prefetches.backup_in_flight(tokens, seed) and not self._executor.stopped:
+                    await self._executor.next_progress()
 
     def _pays(self, query: StorageQuery, reach: int) -> bool:
         """Whether to read full pages up to `reach`, with what they need: whether computing takes longer."""

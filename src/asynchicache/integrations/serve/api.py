@@ -124,7 +124,7 @@ class RequestCounts:
 
 
 class Api:
-    """AnswerSet requests with one model.
+    """Answers requests with one model.
 
     Args:
         model: an open model; the caller closes it.
