@@ -68,8 +68,7 @@ class ObjectEngine:
         self._port = port
         self._requests = requests
         self._options = options
-        self._alone = options.object_pages == 1
-        self._finder = PageFinder(binding, requests, port.now, alone=self._alone)
+        self._finder = PageFinder(binding, requests, port.now, alone=options.object_pages == 1)
         self._frame_bytes = binding.header_bytes + binding.page_bytes
         self._failures = FailureLog(logger)
         self._conditions = True
@@ -155,7 +154,11 @@ class ObjectEngine:
     async def touch(self, keys: Sequence[ObjectKey]) -> None:
         """Make objects of used pages young again that are older than `refresh_days`."""
         days, now = self._options.refresh_days, self._port.now()
-        asked = [key for key in keys if now - self._touched.get(key.group, -inf) > days * _DAY / 8]
+        asked = [
+            key
+            for key in keys
+            if not self._finder.is_alone(key) and now - self._touched.get(key.group, -inf) > days * _DAY / 8
+        ]
         for key in asked if self.evicts else ():
             self._touched[key.group] = now
             self._touched.move_to_end(key.group)
@@ -247,7 +250,8 @@ class ObjectEngine:
             n for n, one in enumerate(found) if outcomes[n] is Outcome.MISS and self._finder.may_move(one)
         ]
         self._finder.remove(found[number] for number in gone)
-        if self._alone or not gone:
+        gone = [number for number in gone if not self._finder.is_alone(keys[number])]
+        if not gone:
             return
         some = [keys[number] for number in gone]
         again = await self._finder.locate(some, listing=True)
@@ -312,7 +316,8 @@ class ObjectEngine:
 
     def _object(self, keys: Sequence[ObjectKey]) -> StoredObject:
         folder, size = self._finder.folder, len(keys) * self._frame_bytes
-        return object_alone(folder, keys[0], size) if self._alone else object_of(folder, keys, size)
+        alone = self._finder.is_alone(keys[0])
+        return object_alone(folder, keys[0], size) if alone else object_of(folder, keys, size)
 
     def _frame(self, slot: int) -> tuple[memoryview, memoryview]:
         """A page as it is stored."""

@@ -23,7 +23,7 @@ from asynchicache.backends.object.objects import (
 )
 from asynchicache.backends.object.requests import Requests, failed
 from asynchicache.backends.object.stores import FAILURES
-from asynchicache.hashing import DIGEST_BYTES, ObjectKey
+from asynchicache.hashing import DIGEST_BYTES, ObjectKey, PlacedKey
 from asynchicache.storage.protocol import PoolBinding
 from asynchicache.types import Outcome
 
@@ -52,14 +52,19 @@ class PageFinder:
 
     Attributes:
         folder: the pool's, below the prefix.
-        alone: whether each page has an object of its own.
     """
 
     def __init__(
         self, binding: PoolBinding, requests: Requests, now: Callable[[], float], *, alone: bool
     ) -> None:
-        """`now`: a clock that does not jump, in seconds."""
-        self.alone = alone
+        """
+        Args:
+            binding: the pool.
+            requests: its requests to the store.
+            now: a clock that does not jump, in seconds.
+            alone: whether each page has an object of its own.
+        """
+        self._alone = alone
         key = ObjectKey(binding.fingerprint, bytes(DIGEST_BYTES), binding.pool, binding.shard)
         self.folder = pool_folder(key)
         self._depends_on = binding.depends_on
@@ -93,6 +98,10 @@ class PageFinder:
             if stored is not None:
                 yield stored
 
+    def is_alone(self, key: ObjectKey) -> bool:
+        """Whether the page has an object of its own, as one has to of which nobody knows the path."""
+        return self._alone or not isinstance(key, PlacedKey)
+
     def may_move(self, found: Whereabouts) -> bool:
         """Whether a page that was not found there may be elsewhere."""
         return isinstance(found, Found) or self._index is not None
@@ -115,9 +124,12 @@ class PageFinder:
             assume: a page that is alone in its object is there.
             listing: list the groups anew, also if there is an index.
         """
-        if assume and self.alone:
-            return [Found(object_alone(self.folder, key, self._frame_bytes), 0) for key in keys]
         known = [self._recall(key, seconds, only_there=assume) for key in keys]
+        if assume:
+            known = [
+                Found(object_alone(self.folder, key, self._frame_bytes), 0) if self.is_alone(key) else one
+                for key, one in zip(keys, known, strict=True)
+            ]
         asked = [key for key, one in zip(keys, known, strict=True) if one is None]
         fresh = iter(await self.everywhere(asked, turns or self._requests.turns.pages, listing=listing))
         answers: list[Whereabouts] = []
@@ -148,7 +160,7 @@ class PageFinder:
         return found
 
     def remember(self, key: ObjectKey, found: Whereabouts) -> None:
-        if self._index is None and not self.alone:
+        if self._index is None and not self.is_alone(key):
             self._seen[key.digest] = (self._now(), found)
             self._seen.move_to_end(key.digest)
             if len(self._seen) > _REMEMBERED_PAGES:
@@ -165,9 +177,9 @@ class PageFinder:
         self, keys: Sequence[ObjectKey], turns: asyncio.Semaphore, *, listing: bool = False
     ) -> list[list[Found] | None]:
         """All places of each page; None where the store does not answer."""
-        groups: defaultdict[bytes, list[int]] = defaultdict(list)
+        groups: defaultdict[tuple[bool, str], list[int]] = defaultdict(list)
         for number, key in enumerate(keys):
-            groups[key.digest if self.alone else key.group].append(number)
+            groups[self.is_alone(key), self._group(key)].append(number)
         asked = [[keys[number] for number in numbers] for numbers in groups.values()]
         answers = await self._requests.each(partial(self._look_up, listing), asked, turns=turns)
         found: list[list[Found] | None] = [None] * len(keys)
@@ -180,7 +192,7 @@ class PageFinder:
         try:
             if self._index is not None and not listing:
                 objects = list(self._index.get(self._group(keys[0]), {}).values())
-            elif self.alone:
+            elif self.is_alone(keys[0]):
                 objects = await self._ask(keys[0])
             else:
                 objects = await self._list_group(keys)
@@ -192,10 +204,10 @@ class PageFinder:
         return [self._places(key, objects) for key in keys]
 
     def _group(self, key: ObjectKey) -> str:
-        return group_name(key.digest if self.alone else key.group)
+        return group_name(key.digest if self.is_alone(key) else key.group)
 
     def _places(self, key: ObjectKey, objects: Iterable[StoredObject]) -> list[Found]:
-        if self.alone:
+        if self.is_alone(key):
             path = object_alone(self.folder, key, 0).path
             return [Found(stored, 0) for stored in objects if stored.path == path]
         one = page_id(key.digest)

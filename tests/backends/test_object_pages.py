@@ -190,6 +190,25 @@ async def test_pages_whose_object_was_divided_by_others_are_found(tmp_path: Path
         assert await bench.get(keys, range(8, 16)) == [HIT] * 3 + [MISS] + [HIT] * 4
 
 
+@pytest.mark.parametrize("index", [False, True])
+async def test_pages_of_which_nobody_knows_the_path_are_alone(tmp_path: Path, index: bool) -> None:
+    """As of the tier of an engine, which names pages by hashes of its own."""
+    place = {"url": f"file://{tmp_path}"}
+    async with bench_at({**place, "object_pages": 1}) as old:
+        keys = old.keys(*range(4))
+        await old.put(keys[:1], [0])
+    bare = [ObjectKey(*key) for key in keys]
+    async with bench_at({**place, "index": index}) as bench:
+        assert await bench.put(bare[:3], range(3)) == [EXISTS, STORED, STORED]
+        assert {path.name for path in objects_in(tmp_path)} == {key.digest.hex() for key in keys[:3]}
+        assert await bench.put(keys[1:2], [1]) == [STORED], "it lies on a path here"
+        assert await bench.engine.exists([*bare, *keys]) == bytes([1, 1, 1, 0, int(index), 1, 0, 0])
+        assert await bench.get([*bare, keys[1]], range(8, 13)) == [HIT] * 3 + [MISS, HIT]
+        assert await bench.engine.delete(bare) == [HIT] * 3 + [MISS]
+        assert await bench.get([bare[1], keys[1]], [8, 9]) == [MISS, HIT]
+        assert await bench.engine.clear() == 1
+
+
 # Damage.
 
 
