@@ -538,7 +538,8 @@ def _check_size(body: bytes, context: int) -> None:
     if not fits:
         raise ApiError(
             f"the body has more than {most:,} values, or {_MAX_LISTS:,} lists and objects; a request of "
-            f"{context:,} tokens, which there is room for, needs no more: shorten the prompt",
+            f"{context:,} tokens, which there is room for, needs no more: shorten the prompt, or send fewer "
+            "prompts at once",
             code="context_length_exceeded",
         )
 
