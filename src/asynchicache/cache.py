@@ -25,6 +25,7 @@ from asynchicache.controller.recorder import TraceRecorder
 from asynchicache.controller.request import BaseRequest, EngineRequest, Request
 from asynchicache.controller.statistics import CacheStatistics, Occupancy, collect_statistics
 from asynchicache.controller.tasks import shielded
+from asynchicache.controller.warming import Warmed, warm
 from asynchicache.errors import (
     ClosedError,
     ConfigError,
@@ -307,6 +308,40 @@ class BaseCache(Generic[RequestKind]):
         self._parts.executor.loop.check()
         await asyncio.sleep(0)  # a cancellation point even if there is nothing to wait for
         await self._parts.executor.settled()
+
+    async def warm(
+        self,
+        prompts: Iterable[Iterable[int]],
+        *,
+        namespace: str | None = None,
+        salt: str | None = None,
+        seconds: float = 60.0,
+        nbytes: int | None = None,
+        progress: Callable[[Warmed], object] | None = None,
+    ) -> Warmed:
+        """Read prompts from storage into free host memory, one after the other, before the first request.
+
+        What does not fit is left out: nothing is pushed out. Each wait ends when the prefetch policy says so.
+
+        Args:
+            prompts: token ids, the most useful first. Read one at a time, so an iterator may be long.
+            namespace, salt: as for `request`.
+            seconds: the longest that it takes.
+            nbytes: the most bytes of host memory to fill. Default: what is free.
+            progress: called after each prompt.
+
+        Returns:
+            what it came to; `in_time` says whether it came to the last prompt.
+
+        Raises:
+            ConfigError: `seconds` or `nbytes` is no number of 0 or more.
+            InvalidTokensError: as for `request`; what was read before stays.
+            UsageError: the option `page_keys` is set.
+            ClosedError: the cache is closing.
+        """
+        await self._parts.executor.checkpoint()
+        requests = (self.request(tokens, namespace=namespace, salt=salt) for tokens in prompts)
+        return await warm(self._parts, requests, seconds, nbytes, progress)
 
     async def sync(self) -> bool:
         """Write to storage what only memory has, whatever the write policy, the hottest paths first.

@@ -196,7 +196,7 @@ class Prefetcher:
         executor.on_progress = self.pump
 
     @property
-    def _waits_for_nobody(self) -> bool:
+    def waits_for_nobody(self) -> bool:
         """Whether reads go on though nobody waits for them: later requests will."""
         return self._options.policy is PrefetchPolicy.BEST_EFFORT
 
@@ -287,7 +287,7 @@ class Prefetcher:
         if prefetch is None or prefetch.ended is not None:
             prefetch = self._open[request] = self._begin(request)
             prefetch.task = self._executor.call(self._run(prefetch), prefetch.period)
-        if self._waits_for_nobody:
+        if self.waits_for_nobody:
             self._settle(prefetch)
             return
         clock = asyncio.get_running_loop().time
@@ -380,7 +380,7 @@ class Prefetcher:
 
     def _want(self, prefetch: _Prefetch, *, wanted: bool) -> None:
         if prefetch.reading is not None:
-            prefetch.reading.wanted = wanted or self._waits_for_nobody
+            prefetch.reading.wanted = wanted or self.waits_for_nobody
             self.pump()
 
     def rest(self, request: RequestState) -> None:
@@ -405,7 +405,7 @@ class Prefetcher:
         prefetch = self._open.pop(request, None)
         if prefetch is not None:
             prefetch.tell(MissReason.CLOSED)
-            if not self._waits_for_nobody:
+            if not self.waits_for_nobody:
                 self._drop(prefetch)
                 if prefetch.task is not None:
                     prefetch.task.cancel()
@@ -435,7 +435,7 @@ class Prefetcher:
             await self._wait_for_backups(tokens, seed, self._options.deadline(len(tokens)))
             reason = await self._present(prefetch.known, tokens, seed, digests)
         prefetch.known.digests = digests
-        if prefetch.gone and not self._waits_for_nobody:
+        if prefetch.gone and not self.waits_for_nobody:
             self._end(prefetch, MissReason.CLOSED)
             return
         self._choose(prefetch, reason)
@@ -448,7 +448,7 @@ class Prefetcher:
             self._end(prefetch, MissReason.NONE)
             return
         reach = prefetch.known.reach(min(query.memory_pages, query.whole_pages)) + (query.tail > 0)
-        asks_first = prefetch.most is None and prefetch.best < 0 and not self._waits_for_nobody
+        asks_first = prefetch.most is None and prefetch.best < 0 and not self.waits_for_nobody
         if asks_first and not self._pays(query, reach):
             self._prefetches.release(query)
             self._end(prefetch, MissReason.CHEAPER_TO_COMPUTE)
@@ -640,7 +640,7 @@ class Prefetcher:
 
     def _hopeless(self) -> list[_Prefetch]:
         """Those who wait, and for whom what was in flight has freed no host slots."""
-        in_flight, for_later = self._executor.in_flight, self._waits_for_nobody
+        in_flight, for_later = self._executor.in_flight, self.waits_for_nobody
         waiting = (
             one for one in self._readers.values() if for_later or (one.waiting and not one.news.done())
         )
@@ -659,9 +659,9 @@ class Prefetcher:
                 prefetch.until = self._executor.close_period()
             else:
                 prefetch.tell(MissReason.HOST_CAPACITY)
-                if self._waits_for_nobody:  # no request's end would ever drop it, and free what it keeps
+                if self.waits_for_nobody:  # no request's end would ever drop it, and free what it keeps
                     self._drop(prefetch)
-        if hopeless and self._waits_for_nobody:
+        if hopeless and self.waits_for_nobody:
             self.pump()
 
     async def _get(self, read: StorageRead) -> None:

@@ -253,6 +253,27 @@ class PrefetchPlanner:
             nbytes += count * free[place_of(component.id, Tier.HOST)].slot_bytes
         return pages, nbytes
 
+    def bytes_that_fit(self, tokens: array[int], seed: bytes) -> int | None:
+        """The most bytes that a read of all of a sequence brings; None if it does not fit into free slots."""
+        pages, tail = self._max_restorable_pages(tokens), int(self._tree.tails)
+        match = self._tree.match(tokens, seed, limit=pages)
+        if match.pages >= pages:
+            return 0
+        counts = {FULL: pages + tail - match.full_pages}
+        for component in self._tree.components:
+            coverage = self._inventory.spec.owners[component.id].coverage.pages
+            counts[component.id] = pages + tail if coverage is None else min(coverage + tail, pages + tail)
+        free, room = self._inventory.free, dict[int, int]()
+        for component_id, most in counts.items():
+            slots = free[place_of(component_id, Tier.HOST)]
+            if most > slots.available:
+                return None
+            memory = id(slots.memory)  # pools that share it pay from it together
+            room[memory] = room.get(memory, 0) + most * slots.slot_bytes
+            if slots.memory is not None and room[memory] > slots.memory.left:
+                return None
+        return sum(room.values())
+
     def release(self, query: StorageQuery) -> None:
         """Release the locks of a query without a reading, which releases them itself."""
         self._inventory.unlock(query.locks)
