@@ -770,8 +770,8 @@ def test_room_that_could_be_made_is_not_refused(monkeypatch: pytest.MonkeyPatch)
 def test_a_wait_is_no_longer_than_storage_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     prefetch = Prefetcher.prefetch
 
-    async def slow(self: Prefetcher, request: RequestState) -> None:
-        await prefetch(self, request)
+    async def slow(self: Prefetcher, request: RequestState, *others: Any) -> None:
+        await prefetch(self, request, *others)
         await asyncio.sleep(0.04)
 
     monkeypatch.setattr(Prefetcher, "prefetch", slow)
