@@ -504,7 +504,10 @@ class HitOracle(Observer):
             )
         if reason in case.allowed or reason in (MissReason.NONE, MissReason.COLD):
             return
-        if not (self._has.get(reason) and (case.held_back or case.furthest > pages)):
+        more = (
+            case.held_back or case.furthest > pages or self._storage.has_near
+        )  # whose pages are not looked at
+        if not (self._has.get(reason) and more):
             self._violated(
                 f"reason: {reason.value}, with {pages} of {case.limit} pages; "
                 f"full pages reached {case.furthest}"

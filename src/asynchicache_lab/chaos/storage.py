@@ -174,6 +174,11 @@ class ChaosStorage:
         return found
 
     @property
+    def has_near(self) -> bool:
+        """Whether the cache has a store of its own before this one."""
+        return self._near is not None
+
+    @property
     def has_lied(self) -> bool:
         """Whether an `exists` was answered wrongly, ever."""
         return any(one.injected["lie"] > 0 for one in self._stores)
