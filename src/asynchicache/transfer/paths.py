@@ -9,7 +9,7 @@ from itertools import groupby
 from math import log2
 from typing import NamedTuple
 
-from asynchicache.transfer.plan import Direction
+from asynchicache.types import Direction
 
 
 class CopyPath(Enum):
