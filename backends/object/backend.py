@@ -89,13 +89,22 @@ class ObjectBackend:
             )
 
     async def _prepare(self, engine: ObjectEngine) -> None:
-        async with self._explained():
-            await self._check_format()
+        await self.check()
         if self._options.index:
             try:
                 await engine.load_index()
             except FAILURES as error:
                 raise StorageError(f"{self._options.url} cannot be listed: {advice(error)}") from error
+
+    async def check(self) -> None:
+        """Reach the store; mark an empty prefix as ours, unless `read_only`, and refuse a foreign one.
+
+        Raises:
+            StorageError: the store cannot be reached, or refuses.
+            StorageFormatError: the prefix holds foreign data, or pages of another format.
+        """
+        async with self._explained():
+            await self._check_format()
 
     @asynccontextmanager
     async def _explained(self) -> AsyncIterator[None]:
@@ -112,7 +121,6 @@ class ObjectBackend:
             raise StorageError(f"{self._options.url} cannot be used: {advice(error)}") from error
 
     async def _check_format(self) -> None:
-        """Mark an empty prefix as ours; refuse a foreign one."""
         found = await self._read_format()
         if found is None:
             if await self._holds_nothing_else():

@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 
 import obstore
+from msgspec import structs
 
+from asynchicache.backends.object.backend import ObjectBackend
 from asynchicache.backends.object.objects import LABEL, StoredObject, page_id
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.stores import FAILURES, advice, make_store, summary
@@ -34,10 +36,12 @@ class ObjectInventory:
     def __init__(self, options: ObjectOptions, port: Port, *, writes: bool) -> None:
         self._options = options
         self._port = port
+        self._backend = ObjectBackend(structs.replace(options, read_only=True), port)  # marks no prefix
         self._store = make_store(options)
         self._writes = writes and not options.read_only
 
     async def pools(self) -> list[PoolListing]:
+        await self._backend.check()
         pages: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
         sizes: Counter[str] = Counter()
         labels = set()
@@ -118,7 +122,7 @@ class ObjectInventory:
             raise StorageError(f"{self._options.url}: not removed: {summary(error)}") from error
 
     async def aclose(self) -> None:
-        """Nothing is open between requests."""
+        await self._backend.aclose()
 
 
 def _whole(stored: StoredObject, data: bytes) -> int:

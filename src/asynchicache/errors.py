@@ -143,7 +143,7 @@ class StorageFormatError(StorageError, ValueError):
             known: the version that this release reads.
             other: what to give instead, e.g. `folder`.
         """
-        cure = "update asynchicache" if found > known else "open it with an older asynchicache, or clear it"
+        cure = "update asynchicache" if found > known else "open it with an older asynchicache, or remove it"
         return cls(
             f"{where} has format {found}; this version reads format {known}: {cure}, or give another {other}"
         )

@@ -119,7 +119,7 @@ async def test_a_folder_with_other_files_is_not_touched(tmp_path: Path) -> None:
     ("text", "words"),
     [
         (b"asynchicache file store 6\n", "format 6; this version reads format 5: update asynchicache"),
-        (b"asynchicache file store 4\n", "format 5: open it with an older asynchicache, or clear it"),
+        (b"asynchicache file store 4\n", "format 5: open it with an older asynchicache, or remove it"),
         (b"asynchicache file store x\n", "holds no file store"),
         (b"asynchicache file store " + b"9" * 5000, "holds no file store"),
         (b"something else 1\n", "holds no file store"),

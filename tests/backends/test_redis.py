@@ -374,7 +374,7 @@ async def test_passwords_and_users(tmp_path: Path, redis_program: str) -> None:
     ("found", "message"),
     [
         (b"asynchicache redis store 3", "format 3; this version reads format 2: update asynchicache"),
-        (b"asynchicache redis store 1", "format 2: open it with an older asynchicache, or clear it"),
+        (b"asynchicache redis store 1", "format 2: open it with an older asynchicache, or remove it"),
         (b"somebody's", "holds something else: give another namespace"),
         ([b"a", b"list"], "holds something else: give another namespace"),
     ],
