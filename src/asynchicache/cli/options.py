@@ -79,6 +79,10 @@ class ServeOptions(CommandOptions, frozen=True):
         float, Meta(ge=0, le=LARGEST_FLOAT), about("how long requests may go on after SIGTERM")
     ] = 30.0
     kv_events_config: Annotated[str, about("publish KV events: a JSON object as for vLLM and SGLang")] = ""
+    warm: Annotated[
+        str, about("prompts to read from storage before the server is ready: a file, one request body a line")
+    ] = ""
+    warm_seconds: Annotated[float, Meta(ge=0, le=LARGEST_FLOAT), about("the longest that this takes")] = 60.0
     record_trace: Annotated[str, about("write a trace of the requests to this file, for `replay`")] = ""
     trace: Annotated[bool, about("make OpenTelemetry spans; start with `opentelemetry-instrument`")] = False
     seed: int = 0

@@ -70,6 +70,8 @@ def settings_of(options: ServeOptions, cache: CacheConfig) -> ServeSettings:
         drain_seconds=options.drain_seconds,
         kv_events=options.kv_events_config,
         record_trace=options.record_trace,
+        warm=options.warm,
+        warm_seconds=options.warm_seconds,
         trace=options.trace,
         admin_token=options.admin_token or admin_token(),
     )

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from asynchicache.config import CacheConfig
+from asynchicache.errors import ConfigError
 from asynchicache.integrations.serve.description import describe
 from asynchicache.integrations.serve.loading import LoadedModel, load_checkpoint
 from asynchicache.integrations.serve.tokenizers import Conversation
@@ -123,3 +124,23 @@ async def test_a_saved_checkpoint_answers_as_its_model(tmp_path: Path) -> None:
             model="model", messages=messages, max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
         )
     assert answer.choices[0].message.content == as_text(loaded, uncached(loaded, prompt, 8))
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_warms_is_ready_with_the_prompts_on_the_host(tmp_path: Path) -> None:
+    cache = stored_in("file", path=str(tmp_path / "pages"))
+    async with running(LOADED, cache=cache) as server:
+        await answered(server, PROMPT)
+    file = tmp_path / "prompts.jsonl"
+    chat = {"messages": [{"role": "user", "content": "who asked this before?"}], "model": "any"}
+    file.write_bytes(b"\n".join(map(msgspec.json.encode, [{"prompt": PROMPT, "max_tokens": 4}, chat])))
+    async with running(LOADED, cache=cache, warm=str(file)) as server:
+        warmed, tokens = server.api.model.cache, LOADED.tokenizer.encode(PROMPT)
+        async with warmed.request(tokens) as request:
+            assert request.hit.tokens == (len(tokens) - 1) // PAGE * PAGE
+        assert await answered(server, PROMPT) == (len(tokens) - 1) // PAGE * PAGE
+    for text, wrong in ((b"{}", r"line 1: .*prompt"), (b"no JSON", "line 1"), (None, "cannot be read")):
+        file.write_bytes(text) if text is not None else file.unlink()
+        with pytest.raises(ConfigError, match=wrong):
+            async with running(LOADED, cache=cache, warm=str(file)):
+                pass

@@ -180,7 +180,7 @@ class Api:
         """
         with self._working():
             self._check(request)
-            prompts = await self._prompts(request)
+            prompts = await self.prompts(request)
             async with AsyncExitStack() as stack:
                 answers = await self._begin_all(stack, request, prompts, traceparent)
                 reply = self._reply(request, reply_type)
@@ -220,7 +220,7 @@ class Api:
         if request.model is not None and not self.served.is_called(request.model):
             raise unknown_model(request.model, self.served.name)
 
-    async def _prompts(self, request: GenerationRequest) -> list[tuple[list[int], CacheHint]]:
+    async def prompts(self, request: GenerationRequest) -> list[tuple[list[int], CacheHint]]:
         """Return the token ids of each prompt, and its hint for the cache."""
         if isinstance(request, ChatRequest):
             return [await self._in_thread(partial(self._encoded_chat, request))]

@@ -23,6 +23,7 @@ from asynchicache.integrations.serve.attaching import ServedStorage
 from asynchicache.integrations.serve.description import describe
 from asynchicache.integrations.serve.loading import LoadedModel
 from asynchicache.integrations.serve.protocol import Connection
+from asynchicache.integrations.serve.warming import warm
 from asynchicache.integrations.transformers.model import PrefixCachedModel
 
 _log = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ class ServeSettings:
         trace: create OpenTelemetry spans, with the process's provider.
         admin_token: what operators send; empty turns their endpoints off.
         attach_seconds: pause between attempts to open storage.
+        warm, warm_seconds: a file of prompts to read from storage before the server is ready, and the longest
+            that this takes; empty: none.
     """
 
     cache: CacheConfig
@@ -73,6 +76,8 @@ class ServeSettings:
     trace: bool
     admin_token: str = ""
     attach_seconds: float = 5.0
+    warm: str = ""
+    warm_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         if self.admin_token and len(self.admin_token) < _LEAST_TOKEN:
@@ -184,6 +189,8 @@ async def open_api(loaded: LoadedModel, settings: ServeSettings) -> AsyncIterato
                 _signals(model.cache, settings),
                 api.storage,
             ):
+                if settings.warm:
+                    await warm(api, settings.warm, settings.warm_seconds)
                 yield api
                 await _drain(model.cache, config.close_seconds)
         finally:
