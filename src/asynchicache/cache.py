@@ -396,7 +396,7 @@ class BaseCache(Generic[RequestKind]):
 
     async def _update_weights(self, version: str) -> None:
         async with self._updating:
-            self._parts.executor.check_open()
+            await self._parts.executor.checkpoint()
             if version == self.config.weight_version:
                 return
             had, parts = bool(self._parts.storage), self._parts

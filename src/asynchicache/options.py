@@ -337,7 +337,10 @@ def _words(kind: kinds.Type) -> str:
     if isinstance(kind, kinds.IntType | kinds.FloatType):
         return f"a {'whole number' if isinstance(kind, kinds.IntType) else 'number'}{_bounds(kind)}"
     if isinstance(kind, kinds.DictType):
-        return f"a table with, for each name, {_words(kind.value_type)}"
+        free = isinstance(kind.value_type, kinds.AnyType)
+        return "a table" if free else f"a table with, for each name, {_words(kind.value_type)}"
+    if isinstance(kind, kinds.CollectionType):
+        return f"a list, each of it {_words(kind.item_type)}"
     if isinstance(kind, kinds.UnionType):
         some = [one for one in kind.types if not isinstance(one, kinds.NoneType)]
         return " or ".join(_words(one) for one in some)

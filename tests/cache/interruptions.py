@@ -277,6 +277,11 @@ async def attach_stage(stage: Stage, at: At) -> None:
     await at(stage.cache.attach_stage("near"))
 
 
+async def warm(stage: Stage, at: At) -> None:
+    await stage.cache.flush()
+    await at(stage.cache.warm([[*STORED, 1], NEW]))
+
+
 async def detach_what_is_read_from(stage: Stage, at: At) -> None:
     async with stage.cache.request([*STORED, 1]) as request:
         reading = asyncio.create_task(request.prefetch())
@@ -364,6 +369,7 @@ SCENARIOS: dict[str, list[Scenario]] = {
     "BaseCache.drain": [drain],
     "BaseCache.flush": [flush],
     "BaseCache.sync": [sync],
+    "BaseCache.warm": [warm],
     "BaseCache.verify_ranks": [verify_ranks],
     "BaseCache.attach_storage": [attach],
     "BaseCache.attach_stage": [attach_stage],

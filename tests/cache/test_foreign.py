@@ -71,9 +71,11 @@ async def test_a_stream_of_something_else_is_refused_and_nothing_is_lost(call: s
 CALLS: dict[str, Callable[[HybridCache], Coroutine[Any, Any, Any]]] = {
     "aclose": lambda cache: cache.aclose(),
     "drain": lambda cache: cache.drain(),
+    "warm": lambda cache: cache.warm([PROMPT]),
     "sync": lambda cache: cache.sync(),
     "flush": lambda cache: cache.flush(),
     "verify_ranks": lambda cache: cache.verify_ranks(),
+    "attach_stage": lambda cache: cache.attach_stage("near"),
     "attach_storage": lambda cache: cache.attach_storage("memory"),
     "detach_storage": lambda cache: cache.detach_storage(),
     "clear_storage": lambda cache: cache.clear_storage(),

@@ -182,7 +182,7 @@ async def test_options_that_nobody_would_read_are_refused():
     async with HybridCache.open(SPEC, config()) as cache:
         with pytest.raises(ConfigError, match="for a backend that is named"):
             await cache.attach_storage(MemoryBackend(MemoryStore()), {"capacity_bytes": 1})
-        with pytest.raises(ConfigError, match="must be a mapping"):
+        with pytest.raises(ConfigError, match="must be a table or a list, each of it a table"):
             await cache.attach_storage("memory", ["capacity_bytes"])  # type: ignore[arg-type]
         assert await cache.detach_storage() is False
 
