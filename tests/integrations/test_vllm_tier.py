@@ -234,7 +234,7 @@ def test_a_read_that_never_ends_keeps_the_rows_from_being_unmapped(
     open_tier: Open, rows: np.ndarray, monkeypatch: pytest.MonkeyPatch, zero_copy: bool
 ) -> None:
     """In place it may still write to them, and vLLM must be told; a staged one cannot, and ends in time."""
-    monkeypatch.setattr(page_store, "open_backend", hanging_backend)
+    monkeypatch.setattr(page_store, "open_storage", hanging_backend)
     patience = {"deadline": 0.05, "closing": 0.05}
     tier = open_tier(zero_copy=zero_copy, storage_limits=patience, close_seconds=0.2 if zero_copy else 60)
     tier.submit_load(job(0, key("a"), load=True))
@@ -258,7 +258,7 @@ def test_a_storage_that_does_not_close_is_left_behind(
     def open_it(name: str, options: Mapping[str, object], port: Port) -> Unclosable:
         return Unclosable(open_backend(name, options, port), FaultRates(), port.random, stubborn=stubborn)
 
-    monkeypatch.setattr(page_store, "open_backend", open_it)
+    monkeypatch.setattr(page_store, "open_storage", open_it)
     tier = open_tier(storage_limits={"closing": 0.05}, close_seconds=60)
 
     tier.shutdown()
@@ -284,7 +284,7 @@ class Unclosable(Faulty):
 def test_a_storage_that_raises_as_it_closes_keeps_no_thread(
     open_tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(page_store, "open_backend", raising_backend)
+    monkeypatch.setattr(page_store, "open_storage", raising_backend)
     tier = open_tier(close_seconds=0.2)
     loop_of_the_tier = tier._bridge._thread
 
@@ -313,7 +313,7 @@ def test_a_shutdown_that_is_interrupted_keeps_no_thread(
 
 def test_no_call_of_the_scheduler_waits_for_storage(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage answers nothing, for longer than the test may take."""
-    monkeypatch.setattr(page_store, "open_backend", silent_backend)
+    monkeypatch.setattr(page_store, "open_storage", silent_backend)
     patience = {"deadline": 3600.0, "closing": 0.05}
     tier = open_tier(zero_copy=False, storage_limits=patience, close_seconds=0.2)
     context = words.ReqContext("r", {"asynchicache": {"prefetch": {"block_hashes": ["ab" * 32]}}})

@@ -38,7 +38,7 @@ def test_the_least_sizes_are_agreed() -> None:
 @pytest.mark.parametrize(
     ("rank", "changes", "words"),
     [
-        (1, {"protocol": 99}, "rank 1 speaks protocol 99, this group 6"),
+        (1, {"protocol": 99}, f"rank 1 speaks protocol 99, this group {PROTOCOL}"),
         (3, {}, "rank 3 is none of the followers 1 to 2"),
         (0, {}, "rank 0 is none of the followers"),
         (
