@@ -116,7 +116,8 @@ class CostOracle:
     def ended(self, call: Call, answer: Sequence[bool] | Sequence[Outcome]) -> None:
         pages = [(call.pool, digest) for digest in call.digests]
         if call.verb == "exists":
-            self._answered.update(dict.fromkeys(pages, call.ended))
+            told = [page for page in pages if page[1] not in self._confirmed]  # `durable` keeps it to itself
+            self._answered.update(dict.fromkeys(told, call.ended))
             return
         came = {page for page, outcome in zip(pages, answer, strict=True) if outcome in _THERE}
         if call.verb == "get":

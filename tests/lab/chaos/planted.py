@@ -242,9 +242,9 @@ def needless_quarantine_leaks(patch: Patch) -> None:
 def waiter_that_gives_up_frees_the_read(patch: Patch) -> None:
     prefetch = Prefetcher.prefetch
 
-    async def impatient(self: Prefetcher, state: RequestState) -> None:
+    async def impatient(self: Prefetcher, state: RequestState, *wait: Any) -> None:
         try:
-            await prefetch(self, state)
+            await prefetch(self, state, *wait)
         except asyncio.CancelledError:
             for read in list(self._prefetches._begun.values()):
                 if any(reading.request is state for reading in read.waiters) and read.outcome is None:
