@@ -23,7 +23,7 @@ from asynchicache.layouts import HostLayout
 from asynchicache.options import Given, Natural, Positive, Seconds, Share, default, options_of, parse_value
 from asynchicache.planner.options import PlannerOptions, PrefetchOptions, WriteWord
 from asynchicache.ports import Port
-from asynchicache.storage.chain import Stage, StageName, StagePolicy, StorageChain
+from asynchicache.storage.chain import ChainStage, StageName, StagePolicy, StorageChain
 from asynchicache.storage.deadlines import as_storage_error
 from asynchicache.storage.labels import Inventory
 from asynchicache.storage.limits import PoolLimits
@@ -278,7 +278,7 @@ def open_storage(names: StorageNames, options: StorageOptions, port: Port) -> St
     stages = stages_of(names, options)
     return StorageChain(
         [
-            Stage(
+            ChainStage(
                 one.name,
                 partial(open_backend, one.backend, one.options, port),
                 StagePolicy(one.write, one.promote, one.durable, one.limits),

@@ -19,7 +19,7 @@ from asynchicache.backends import file, memory
 from asynchicache.errors import StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
-from asynchicache.storage.chain import Stage, StagePolicy, StorageChain
+from asynchicache.storage.chain import ChainStage, StagePolicy, StorageChain
 from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend
 from asynchicache.testing.backends import BackendConformance
 from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent
@@ -73,7 +73,7 @@ class TestFileWithTinyPages(BackendConformance):
 
 def chain_of(port: Port, *stages: tuple[str, Callable[[], StorageBackend], StagePolicy]) -> StorageChain:
     """A chain of stores, the nearest first."""
-    return StorageChain([Stage(*stage) for stage in stages], port)
+    return StorageChain([ChainStage(*stage) for stage in stages], port)
 
 
 @pytest.mark.asyncio

@@ -20,7 +20,7 @@ from asynchicache.backends import file
 from asynchicache.backends.redis import open_backend
 from asynchicache.errors import ClosedError, StorageError, StorageFormatError
 from asynchicache.ports import Port
-from asynchicache.storage.chain import Stage, StorageChain
+from asynchicache.storage.chain import ChainStage, StorageChain
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import BackendConformance
 from asynchicache.testing.faults import FaultRates, Faulty, Latency, Persistent
@@ -68,8 +68,10 @@ class TestRedis(RedisConformance):
 @pytest.mark.asyncio
 class TestFileBeforeRedis(RedisConformance):
     async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
-        near = Stage("near", partial(file.open_backend, {"path": tmp_path}, port))
-        return StorageChain([near, Stage("far", partial(self.over, self.server.url, port, tmp_path))], port)
+        near = ChainStage("near", partial(file.open_backend, {"path": tmp_path}, port))
+        return StorageChain(
+            [near, ChainStage("far", partial(self.over, self.server.url, port, tmp_path))], port
+        )
 
 
 @pytest.mark.asyncio

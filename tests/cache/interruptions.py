@@ -30,8 +30,7 @@ from asynchicache.cache import BaseCache
 from asynchicache.controller.event_hub import EventSubscription
 from asynchicache.controller.request import BaseRequest
 from asynchicache.openings import Opening
-from asynchicache.storage.chain import Stage as ChainStage
-from asynchicache.storage.chain import StorageChain
+from asynchicache.storage.chain import ChainStage, StorageChain
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.checks import assert_clean

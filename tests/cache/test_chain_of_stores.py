@@ -13,7 +13,7 @@ from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.config import CacheConfig, StageOptions, open_storage
 from asynchicache.errors import ConfigError
 from asynchicache.ports import AsyncioPort
-from asynchicache.storage.chain import Stage, StagePolicy, StorageChain
+from asynchicache.storage.chain import ChainStage, StagePolicy, StorageChain
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.testing.seeded import SeededWorld, run_seeded
@@ -72,9 +72,9 @@ def test_a_stage_that_is_down_costs_its_hits_and_nothing_else(down: int, rates: 
         faults = [Faulty(MemoryBackend(store), FaultRates(), random.Random(1)) for store in stores]
         limits = PoolLimits(deadline=0.5, failures=2, cooldown=10.0, closing=0.5)
         policies = [StagePolicy(durable=number != down) for number in range(2)]
-        stages = [Stage(f"s{n}", lambda n=n: faults[n], policies[n]) for n in range(2)]  # type: ignore[misc]
+        stages = [ChainStage(f"s{n}", lambda n=n: faults[n], policies[n]) for n in range(2)]  # type: ignore[misc]
         for turn in range(3):
-            chain = StorageChain([Stage(one.name, one.open, one.policy) for one in stages], world.port)
+            chain = StorageChain([ChainStage(one.name, one.open, one.policy) for one in stages], world.port)
             faults[down].rates = FaultRates() if turn < 1 else rates
             async with world.open_cache(SPEC, config(storage_limits=limits), storage=chain) as cache:
                 engine = Engine(cache)

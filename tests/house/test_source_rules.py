@@ -7,6 +7,7 @@ that each one can fail.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def no_environment(tree: ast.Module, source: str) -> list[str]:
 def no_long_file(tree: ast.Module, source: str) -> list[str]:
     """A longer file says in its docstring why it has so many lines."""
     count = len(source.splitlines())
-    explained = "lines" in (ast.get_docstring(tree) or "")
+    explained = re.search(r"\b\d+ lines\b", ast.get_docstring(tree) or "") is not None
     return [] if count <= MAX_FILE_LINES or explained else [f"{count} lines, above {MAX_FILE_LINES}"]
 
 

@@ -17,7 +17,7 @@ from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort, Port
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.breaker import BreakerState
-from asynchicache.storage.chain import ChainedPool, Stage, StagePolicy, StorageChain, in_each_store
+from asynchicache.storage.chain import ChainedPool, ChainStage, StagePolicy, StorageChain, in_each_store
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
@@ -85,7 +85,7 @@ async def chained(
         stores = [MemoryStore(None if many is None else many * PAGE_BYTES) for many in room[: len(policies)]]
         faults = [Faulty(MemoryBackend(store), FaultRates(), random.Random(1)) for store in stores]
         stages = [
-            Stage(f"stage{number}", lambda one=one: one, policy)  # type: ignore[misc]
+            ChainStage(f"stage{number}", lambda one=one: one, policy)  # type: ignore[misc]
             for number, (one, policy) in enumerate(zip(faults, policies, strict=True))
         ]
         chain = StorageChain(stages, port)
@@ -334,7 +334,7 @@ def test_a_stage_that_is_not_there_at_first_is_opened_later(late: int) -> None:
     async def main(world: SeededWorld) -> None:
         stores: list[StorageBackend] = [MemoryBackend(MemoryStore()), MemoryBackend(MemoryStore())]
         stores[late] = Absent(stores[late], failures=2)
-        chain = StorageChain([Stage(f"s{n}", lambda n=n: stores[n]) for n in range(2)], world.port)  # type: ignore[misc]
+        chain = StorageChain([ChainStage(f"s{n}", lambda n=n: stores[n]) for n in range(2)], world.port)  # type: ignore[misc]
         binding = SlotBinding(slab_of("kv", PAGE_BYTES, 8), fingerprint_of("w"))
         pool = await chain.open_chained(binding, PoolLimits(cooldown=5.0))
         bench = PoolUnderTest(pool.engine, binding)
@@ -360,9 +360,9 @@ async def test_a_chain_without_any_store_cannot_be_opened() -> None:
 
     port = AsyncioPort(threads=1)
     with pytest.raises(StorageError, match="no disk"):
-        StorageChain([Stage("a", absent), Stage("b", absent)], port)
+        StorageChain([ChainStage("a", absent), ChainStage("b", absent)], port)
     stores = [Absent(MemoryBackend(MemoryStore()), failures=9) for _ in range(2)]
-    chain = StorageChain([Stage("a", lambda: stores[0]), Stage("b", lambda: stores[1])], port)
+    chain = StorageChain([ChainStage("a", lambda: stores[0]), ChainStage("b", lambda: stores[1])], port)
     with pytest.raises(StorageError, match="not there"):
         await chain.open_pool(SlotBinding(slab_of("kv", PAGE_BYTES, 8), fingerprint_of("w")))
     await port.aclose()
@@ -454,7 +454,7 @@ def test_a_chain_that_cannot_work_is_refused(stages: list[tuple[str, StagePolicy
         return MemoryBackend(MemoryStore())
 
     with pytest.raises(ConfigError, match=message):
-        StorageChain([Stage(name, never, policy) for name, policy in stages], None)  # type: ignore[arg-type]
+        StorageChain([ChainStage(name, never, policy) for name, policy in stages], None)  # type: ignore[arg-type]
     assert not opened
 
 
@@ -474,8 +474,8 @@ async def test_what_leaves_a_stage_is_stored_page_by_page(policy: StagePolicy) -
         async with AsyncExitStack() as stack:
             far = engines.open_backend({"url": "memory:///", "object_pages": pages}, port)
             stages = [
-                Stage("near", lambda: MemoryBackend(MemoryStore()), ALL),
-                Stage("far", lambda: far, policy),
+                ChainStage("near", lambda: MemoryBackend(MemoryStore()), ALL),
+                ChainStage("far", lambda: far, policy),
             ]
             chain = StorageChain(stages, port)
             stack.push_async_callback(chain.aclose)

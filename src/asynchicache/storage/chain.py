@@ -6,6 +6,8 @@ the calls, with a question.
 
 Pages that move between stages (promoted, on their second hit, or leaving a full stage) wait in staging slots
 of the chain, behind those of the pool, because the pool's own slots belong to the caller.
+
+More than 900 lines: each call of a pool goes to stages that open, fail and come back, and give pages on.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class StagePolicy(Options, frozen=True):
 
 
 @dataclass(slots=True, eq=False)
-class Stage:
+class ChainStage:
     """One store of a chain.
 
     Attributes:
@@ -114,7 +116,7 @@ class StorageChain:
         StorageError: no store can be opened.
     """
 
-    def __init__(self, stages: Sequence[Stage], port: Port) -> None:
+    def __init__(self, stages: Sequence[ChainStage], port: Port) -> None:
         self.name = "+".join(stage.name for stage in stages)
         self.stages = tuple(stages)
         self.port = port
@@ -157,7 +159,7 @@ class StorageChain:
         self.pools[binding.fingerprint, binding.pool, binding.shard] = pool
         return pool
 
-    def stage(self, name: str) -> Stage:
+    def stage(self, name: str) -> ChainStage:
         """
         Raises:
             ConfigError: there is no such stage.
@@ -212,12 +214,12 @@ def in_each_store(
     return StorageChain([_wrapped(stage, wrap) for stage in storage.stages], port)
 
 
-def _wrapped(stage: Stage, wrap: Callable[[StorageBackend], StorageBackend]) -> Stage:
+def _wrapped(stage: ChainStage, wrap: Callable[[StorageBackend], StorageBackend]) -> ChainStage:
     inner = None if stage.backend is None else wrap(stage.backend)
-    return Stage(stage.name, lambda: wrap(stage.open()), stage.policy, inner)
+    return ChainStage(stage.name, lambda: wrap(stage.open()), stage.policy, inner)
 
 
-def _check_stages(stages: Sequence[Stage]) -> None:
+def _check_stages(stages: Sequence[ChainStage]) -> None:
     names = [stage.name for stage in stages]
     if len(names) < 2:
         raise ConfigError(f"a chain of stores has two stages or more, and {names} are {len(names)}")
@@ -234,7 +236,7 @@ def _check_stages(stages: Sequence[Stage]) -> None:
         raise ConfigError(f"storage stages {names}: one that gets all pages must not be durable=false")
 
 
-def _opened(stage: Stage) -> StorageError | None:
+def _opened(stage: ChainStage) -> StorageError | None:
     """Open a store that is not open; returns why it cannot be."""
     if stage.backend is None:
         try:
@@ -310,7 +312,7 @@ class _PoolStage:
         shed: pages that it did not get from other stages, or because it was behind.
     """
 
-    stage: Stage
+    stage: ChainStage
     limits: PoolLimits
     guard: GuardedPool | None = None
     reaches_staging: bool = True
@@ -398,7 +400,7 @@ class ChainedPool:
         if len(failures) == len(self._stages):
             raise failures[0]
 
-    async def detach(self, stage: Stage) -> None:
+    async def detach(self, stage: ChainStage) -> None:
         """End the use of a stage. Its calls that have not ended run on, and keep their slots."""
         for one in self._stages:
             if one.stage is stage and one.guard is not None:
@@ -407,7 +409,7 @@ class ChainedPool:
                 await guard.stop()
                 await guard.close_engine()
 
-    async def attach(self, stage: Stage) -> None:
+    async def attach(self, stage: ChainStage) -> None:
         """Use a stage again."""
         for one in self._stages:
             if one.stage is stage and one.guard is None:

@@ -11,7 +11,7 @@ kept there.
 Copies between tiers are in `tree.tier_copies`, eviction is in `tree.eviction`, what is lost with a node's
 slots in `tree.value`.
 
-This file has more lines than others because the parts of the tree change each other's fields: a split
+More than 900 lines, because the parts of the tree change each other's fields: a split
 divides slots, locks, copies in flight and digests in one step, and can be checked only as a whole.
 """
 

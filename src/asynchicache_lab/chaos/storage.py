@@ -17,7 +17,7 @@ from asynchicache.controller.inspection import Inspection
 from asynchicache.hashing import GROUP_PAGES, ObjectKey, page_digests
 from asynchicache.ports import Port
 from asynchicache.storage.breaker import BreakerState
-from asynchicache.storage.chain import Promotion, Stage, StagePolicy, StorageChain
+from asynchicache.storage.chain import ChainStage, Promotion, StagePolicy, StorageChain
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import (
     Capabilities,
@@ -110,8 +110,8 @@ class ChaosStorage:
         near = self._near
         if near is None:
             return self._tracked
-        first = Stage("near", lambda: near, StagePolicy(durable=False, promote=self._promote))
-        return StorageChain([first, Stage("shared", lambda: self._tracked)], port)
+        first = ChainStage("near", lambda: near, StagePolicy(durable=False, promote=self._promote))
+        return StorageChain([first, ChainStage("shared", lambda: self._tracked)], port)
 
     async def _sleep(self, mean_seconds: float) -> None:
         slower = SLOWER if self._draws.occurs("storage.stall", self._stall) else 1
