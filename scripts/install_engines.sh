@@ -7,6 +7,7 @@ set -euo pipefail
 packages=(
     libibverbs1 libnuma1 libcurl4  # Mooncake's client, master and nodes link to them
     redis-server valkey-server
+    etcd-server  # through which masters of Mooncake choose a leader
     prometheus  # with promtool: what our alerts and dashboard are checked with
 )
 

@@ -18,7 +18,7 @@ class MooncakeOptions(BackendOptions, frozen=True):
     """How to join a Mooncake cluster.
 
     Attributes:
-        master: `host:port` of the master, or another address that Mooncake accepts (`etcd://...`).
+        master: `host:port` of the master, or `etcd://host:port` where several masters stand by.
         metadata_server: where transfer engines find each other. Default: `P2PHANDSHAKE`, no server.
         protocol: `tcp`, `rdma` or another Mooncake protocol. Default: `tcp`.
         devices: RDMA network devices, comma-separated; empty lets Mooncake choose. Default: empty.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -51,11 +53,12 @@ class MooncakeClient:
     They raise StorageError if Mooncake does not return exactly one code per key.
 
     While the master is away, each Mooncake call tries to connect for 4 seconds. So after a call that the
-    master did not answer, this client probes the master's port before the next call.
+    master did not answer, this client probes the master's port before the next call. If it does not know
+    which machine leads, it lets one call at a time find out.
 
     Args:
         store: the store.
-        master: the master's host and port; None if unknown.
+        master: the master's host and port; None where one of several masters leads.
         replicas: copies of a page.
         large_bytes: reads or writes of at least this size wait while two others of that size are in flight.
     """
@@ -72,6 +75,7 @@ class MooncakeClient:
         self._config = _replicate_config(replicas)
         self._reads, self._writes = LargeCallLimit(large_bytes), LargeCallLimit(large_bytes)
         self._master_away = False
+        self._trying = threading.Lock()
 
     def exists(self, keys: list[str]) -> list[int]:
         """For each key: 1 if it exists, 0 if not, or a negative code."""
@@ -109,13 +113,29 @@ class MooncakeClient:
         self.store.close()
 
     def _ask(self, keys: Sequence[str], call: Callable[[], list[int]]) -> list[int]:
-        if self._master_away and self._master is not None and not _answers(self._master):
-            return [MooncakeCode.RPC_FAIL] * len(keys)
-        codes = call()
+        with self._permission() as allowed:
+            if not allowed:
+                return [MooncakeCode.RPC_FAIL] * len(keys)
+            codes = call()
         self._note_master(master_is_away(codes))
         if len(codes) != len(keys):  # codes cannot be assigned to keys
             raise StorageError(f"Mooncake returned {len(codes)} codes for {len(keys)} keys")
         return codes
+
+    @contextmanager
+    def _permission(self) -> Iterator[bool]:
+        """Whether a call may be made now."""
+        if not self._master_away:
+            yield True
+        elif self._master is not None:
+            yield _answers(self._master)
+        elif alone := self._trying.acquire(blocking=False):
+            try:
+                yield alone
+            finally:
+                self._trying.release()
+        else:
+            yield alone
 
     def _note_master(self, away: bool) -> None:
         if away != self._master_away:

@@ -25,12 +25,14 @@ class Counting:
 
     Attributes:
         codes: how many codes a call for so many keys gets.
+        code: which one.
         entered: a call has come.
         gate: calls go on once it is set.
     """
 
     def __init__(self) -> None:
         self.codes: Callable[[int], int] = lambda keys: keys
+        self.code = MooncakeCode.OK
         self.entered = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
@@ -45,16 +47,18 @@ class Counting:
         count = self.codes(len(keys))
         self.entered.set()
         self.gate.wait()
-        return [MooncakeCode.OK] * count
+        return [self.code] * count
 
     batch_get_into_multi_buffers = batch_put_from_multi_buffers = batch_remove = batch_is_exist
 
 
 @asynccontextmanager
-async def opened(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Counting, PoolUnderTest]]:
+async def opened(
+    monkeypatch: pytest.MonkeyPatch, master: str = "127.0.0.1:1"
+) -> AsyncIterator[tuple[Counting, PoolUnderTest]]:
     monkeypatch.setattr(store_module, "_replicate_config", lambda replicas: None)
     store = Counting()
-    backend = MooncakeBackend(MooncakeOptions(master="127.0.0.1:1"), store)  # type: ignore[arg-type]
+    backend = MooncakeBackend(MooncakeOptions(master=master), store)  # type: ignore[arg-type]
     try:
         yield store, await open_bench(backend)
     finally:
@@ -100,3 +104,22 @@ async def test_who_waits_for_a_put_of_another_is_told_that_its_answer_was_too_sh
         assert await second == [Outcome.FAILED, Outcome.FAILED, Outcome.STORED]
         store.codes = lambda keys: keys
         assert await bench.put(bench.keys(1, 2), [0, 1]) == [Outcome.STORED] * 2
+
+
+async def test_one_call_at_a_time_looks_for_the_master_that_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each looks for 4 seconds, in a thread that others wait for."""
+    async with opened(monkeypatch, "etcd://127.0.0.1:1") as (store, bench):
+        store.code = MooncakeCode.RPC_FAIL
+        with pytest.raises(StorageError, match="RPC_FAIL"):
+            await CALLS["exists"](bench)
+        store.gate.clear()
+        store.entered.clear()
+        looking = asyncio.create_task(bench.get(bench.keys(1, 2), [0, 1]))
+        await asyncio.to_thread(store.entered.wait)
+        with pytest.raises(StorageError, match="RPC_FAIL"):
+            await CALLS["exists"](bench)  # else it would wait for the gate
+        assert await bench.put(bench.keys(1, 2), [2, 3]) == [Outcome.FAILED] * 2
+        store.code = MooncakeCode.OK
+        store.gate.set()
+        await looking
+        assert await bench.put(bench.keys(1, 2), [2, 3]) == [Outcome.STORED] * 2

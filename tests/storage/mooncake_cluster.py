@@ -22,7 +22,7 @@ from asynchicache.backends.mooncake import MooncakeBackend, MooncakeOptions
 from asynchicache.backends.mooncake.store import MooncakeStore
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
-from engines import Server, free_ports, module
+from engines import Server, executable, free_ports, module
 
 NODE = """
 import sys, threading
@@ -56,18 +56,9 @@ class Cluster:
     """
 
     def __init__(self, *, segment_bytes: int = SEGMENT_BYTES, master_flags: tuple[str, ...] = ()) -> None:
-        store = module("mooncake.store")
-        rpc, metrics = free_ports(2)
+        rpc, self.admin_port = free_ports(2)
         self.address = f"127.0.0.1:{rpc}"
-        command = [
-            Path(store.__file__).parent / "mooncake_master",
-            "--rpc_address=127.0.0.1",
-            f"--rpc_port={rpc}",
-            "--metrics_host=127.0.0.1",
-            f"--metrics_port={metrics}",
-            "--logtostderr=true",
-            *master_flags,
-        ]
+        command = master_command(rpc, self.admin_port, *master_flags)
         self.master = Server(command, ready="Master service started", port=rpc)
         self.node = self.another_node(segment_bytes)
 
@@ -78,7 +69,55 @@ class Cluster:
 
     def options(self, **more: object) -> dict[str, object]:
         """What `open_backend` needs to join."""
-        return {"master": self.address, "local_hostname": "127.0.0.1", **more}
+        return {"master": self.address, "local_hostname": "127.0.0.1", "open_seconds": 120, **more}
+
+
+class Fleet(Cluster):
+    """An etcd, a leading master, one that stands by, and a node; any may be killed.
+
+    Attributes:
+        etcd: its process.
+        standby: that of the other master.
+    """
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        client, peer, *ports = _etcd_port(), *free_ports(5)
+        self.address = f"etcd://127.0.0.1:{client}"
+        clients = f"http://127.0.0.1:{client}"
+        command = [executable("etcd"), "--data-dir", folder, "--listen-client-urls", clients]
+        command += ["--advertise-client-urls", clients, "--listen-peer-urls", f"http://127.0.0.1:{peer}"]
+        self.etcd = Server(command, ready="ready to serve client requests")
+        flags = ("--enable_ha=true", f"--etcd_endpoints=127.0.0.1:{client}", *flags)
+        self.master = Server(master_command(*ports[:2], *flags), ready="state -> serving")
+        self.standby = Server(master_command(*ports[2:], *flags), ready="state -> standby")
+        self.admin_port = ports[1]
+        self.node = self.another_node()
+
+
+@cache
+def _etcd_port() -> int:
+    """Mooncake's client speaks to one etcd in the life of a process, even after it has left."""
+    return free_ports(1)[0]
+
+
+def master_command(rpc: int, admin: int, *flags: str) -> list[str | Path]:
+    """Start a master that listens on these ports."""
+    addresses = [f"--rpc_port={rpc}", f"--metrics_port={admin}"]
+    addresses += ["--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
+    return [
+        Path(module("mooncake.store").__file__).parent / "mooncake_master",
+        *addresses,
+        "--logtostderr=true",
+        *flags,
+    ]
+
+
+@contextmanager
+def fleet(folder: Path, *flags: str) -> Iterator[Fleet]:
+    """A cluster that fails over, and serves."""
+    made = Fleet(folder, *flags)
+    with made.etcd, made.master, made.standby, made.node:
+        yield made
 
 
 @contextmanager
