@@ -17,6 +17,8 @@ from types import FrameType
 import pytest
 from hypothesis import HealthCheck, settings
 
+import forking
+
 # `python -m pytest` puts the repository's root on the path. There `kernels` is ours, but transformers
 # looks for Hugging Face's package of that name, imports what it finds, and meets our refusal.
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,7 @@ ENGINES_REQUIRED = os.environ.get("ASYNCHICACHE_REQUIRE_ENGINES") == "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    forking.forget_full_disk()
     if not config.getoption("numprocesses", None):  # others run the tests, and wait for this process
         prepare_torch()
 

@@ -86,7 +86,7 @@ def other_process(script: str, *arguments: object) -> subprocess.Popen[str]:
     """Python code that imports this module, in a process of its own."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)],
+        [sys.executable, "-c", f"import forking; forking.forget_full_disk()\n{script}", *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
