@@ -146,6 +146,28 @@ async def test_a_stage_of_second_hits_gets_what_was_read_back() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("write", ["all", "leaving"])
+async def test_a_stage_gets_what_it_did_not_take_when_that_is_read_from_a_nearer_one(write: Any) -> None:
+    policies = (ALL, StagePolicy(durable=False), StagePolicy(write=write))
+    async with chained(*policies, cooldown=1000, failures=9) as s:
+        s.faults[1].rates = FaultRates(fail=1.0)
+        await s.put(1, 2)
+        s.faults[1].rates = FaultRates()
+        await s.put(3)
+        for _ in range(2):  # the second one finds nothing to do
+            assert await s.get(2, 3) == [HIT, HIT]
+            await s.settled()
+            assert s.have(1, 2, 3)[:2] == [[1, 2, 3], [2, 3]]
+
+        await s.pool.clear()
+        await s.put(1)
+        s.stores[1].drop(s.keys(1)[0])
+        assert await s.get(1) == [HIT]
+        await s.settled()
+        assert s.have(1)[1] == []  # it took that one, and lost it since
+
+
+@pytest.mark.asyncio
 async def test_a_stage_gets_what_leaves_the_nearer_one_and_nothing_else() -> None:
     """Nothing that was stored is lost, whichever stage evicts, as long as the last has room."""
     async with chained(ALL, StagePolicy(write="leaving"), pages=[4]) as s:

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from mmap import mmap
 from operator import attrgetter
 from typing import Annotated, ClassVar, Literal, TypeAlias, cast
@@ -54,6 +55,8 @@ _WRITE_ORDER = (Outcome.TIMEOUT, Outcome.FAILED, Outcome.REJECTED, Outcome.STORE
 _PROMISE_ORDER = (Outcome.TIMEOUT, Outcome.FAILED, Outcome.MISS, Outcome.HIT)
 _DELETE_ORDER = (Outcome.TIMEOUT, Outcome.FAILED, Outcome.REJECTED, Outcome.HIT, Outcome.MISS)
 """The outcome of a page is the first of these that any of the stages gave."""
+
+_TAKEN = (Outcome.STORED, Outcome.EXISTS)
 
 Promotion: TypeAlias = Literal["all", "second_hit", "none"]
 StageName: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}\Z")]
@@ -381,6 +384,7 @@ class ChainedPool:
             kind.name: CallCounters(binding.page_bytes if kind.moves_pages else 0) for kind in ENGINE_CALLS
         }
         self._seen = ExpiringKeys(limits.known_pages, float("inf"), port.now)
+        self._owed = [ExpiringKeys(limits.known_pages, float("inf"), port.now) for _ in chain.stages]
         self._carrying: set[ObjectKey] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failures = FailureLog(logger)
@@ -641,6 +645,8 @@ class ChainedPool:
         numbers = [number for number, stage in enumerate(self._stages) if stage.policy.write == "all"]
         calls = [self._put(one, keys, slots, promised=one in promising) for one in numbers]
         found = await asyncio.gather(*calls)
+        for one, batch in zip(numbers, found, strict=True):
+            self._owe(one, keys, batch.outcomes)
         columns = [batch.outcomes for one, batch in zip(numbers, found, strict=True) if one in promising]
         outcomes = [min(each, key=_WRITE_ORDER.index) for each in zip(*columns, strict=True)]
         if not columns:  # all that promise are detached
@@ -671,6 +677,12 @@ class ChainedPool:
             return refused
         finally:
             stage.queued -= len(keys)
+
+    def _owe(self, number: int, keys: Sequence[ObjectKey], outcomes: Sequence[Outcome]) -> None:
+        """Note which pages a stage that gets all did not take: it gets them when they are read from a nearer
+        one, for what a nearer one has is not written again."""
+        self._owed[number].discard(compress(keys, [one in _TAKEN for one in outcomes]))
+        self._owed[number].add(compress(keys, [one not in _TAKEN for one in outcomes]))
 
     def repaired(self, keys: Sequence[ObjectKey]) -> None:
         """Another rank stores these pages: ask for them again, also if they were found damaged."""
@@ -716,6 +728,8 @@ class ChainedPool:
             if self._tasks:
                 await asyncio.wait(set(self._tasks), timeout=self._limits.deadline)
             found = await asyncio.gather(*map(self._clear, self._stages), return_exceptions=True)
+            for owed in self._owed:
+                owed.clear()
         finally:
             self._clearing -= 1
         for one in found:
@@ -770,13 +784,14 @@ class ChainedPool:
         return [
             number
             for number, stage in enumerate(self._stages)
-            if number != source and stage.carried_to and self._wants(stage, key, nearer=number < source)
+            if number != source and stage.carried_to and self._wants(number, key, nearer=number < source)
         ]
 
-    def _wants(self, stage: _PoolStage, key: ObjectKey, *, nearer: bool) -> bool:
+    def _wants(self, number: int, key: ObjectKey, *, nearer: bool) -> bool:
+        policy = self._stages[number].policy
         if not nearer:
-            return stage.policy.write == "second_hit"
-        return stage.policy.promote == "all" or (stage.policy.promote == "second_hit" and key in self._seen)
+            return policy.write == "second_hit" or key in self._owed[number]
+        return policy.promote == "all" or (policy.promote == "second_hit" and key in self._seen)
 
     async def _carry(
         self, copy: _StagedCopy, keys: Sequence[ObjectKey], slots: list[int], wanted: Sequence[Sequence[int]]
@@ -802,9 +817,13 @@ class ChainedPool:
         """Store pages in a stage that may have got them meanwhile."""
         answers = await self._asked(self._stages[number], keys)
         missing = [place for place, one in enumerate(answers) if one is not Outcome.HIT]
+        self._owed[number].discard(compress(keys, [one is Outcome.HIT for one in answers]))
         if self._clearing or not missing:
             return BatchResult([])
-        return await self._put(number, [keys[p] for p in missing], [slots[p] for p in missing])
+        lacking = [keys[place] for place in missing]
+        batch = await self._put(number, lacking, [slots[place] for place in missing])
+        self._owed[number].discard(compress(lacking, [one in _TAKEN for one in batch.outcomes]))
+        return batch
 
     async def _give_back(self, slots: list[int], late: Sequence[asyncio.Future[None]]) -> None:
         """Free staging slots, once no call uses them; never, if that is not known."""

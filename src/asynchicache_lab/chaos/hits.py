@@ -80,6 +80,7 @@ class HitCase:
         memory, stored: pages available ever since the request began to wait.
         furthest: longest gapless run of full pages that was available at any time, in any tier.
         allowed: reasons that would be true.
+        refusals: allocations that were refused until it was opened.
         refused: an allocation was refused since the request began to wait.
         disturbed: a requested page was lost since then.
         held_back: at some time, full pages reached further than other pools allowed.
@@ -103,6 +104,7 @@ class HitCase:
     stored: PageFlags = field(default_factory=list)
     furthest: int = 0
     allowed: set[MissReason] = field(default_factory=set)
+    refusals: int = 0
     refused: bool = False
     disturbed: bool = False
     held_back: bool = False
@@ -194,7 +196,8 @@ class HitOracle(Observer):
     def opened(self, request: BaseRequest, seed: bytes) -> HitCase:
         """A request has just matched."""
         tokens = array("q", request.tokens)  # a copy, because generated tokens are appended to the request's
-        case = HitCase(tokens, seed, (len(tokens) - 1) // self._size, epoch=self._tree.epoch)
+        limit, refusals = (len(tokens) - 1) // self._size, self._refusals
+        case = HitCase(tokens, seed, limit, epoch=self._tree.epoch, refusals=refusals)
         self.matched(request, case)
         return case
 
@@ -434,6 +437,8 @@ class HitOracle(Observer):
         yield
         if self._excused() or self._is_over(case) or self._inside.failed:
             return
+        if case.began and refusals > case.refusals:
+            case.allowed.add(MissReason.HOST_CAPACITY)  # what is read for it goes on while it rests
         if self._refusals > refusals:
             case.allowed.add(MissReason.DEVICE_CAPACITY)
         elif request.hit.tokens < matched:

@@ -96,8 +96,9 @@ class ChaosStorage:
         self._tracked = TrackedBackend(slow, self.calls, self)
         self._near = None
         self._stores = [self._faulty]
+        self._near_store = ChaosStore(near.nbytes if near is not None else 0)
         if near is not None:
-            own = VerifyingBackend(ChaosStore(near.nbytes), pages, ledger)
+            own = VerifyingBackend(self._near_store, pages, ledger)
             self._near = Faulty(own, _rates(near.faults), draws.chance, late_seconds=0.03)
             self._stores.append(self._near)
         self._promote: Promotion = "all" if near is None else near.promote
@@ -173,6 +174,11 @@ class ChaosStorage:
                     found[page] = 0
         return found
 
+    def _has(self, pool: str, digests: Sequence[bytes]) -> list[bool]:
+        """Whether any stage has each page."""
+        keys = [self.key(pool, digest) for digest in digests]
+        return [key is not None and (key in self.store or key in self._near_store) for key in keys]
+
     @property
     def has_near(self) -> bool:
         """Whether the cache has a store of its own before this one."""
@@ -203,15 +209,16 @@ class ChaosStorage:
 
     def wrongly_marked(self, cache: BaseCache[Any]) -> list[str]:
         """Describe pages that the cache believes to be stored, and never writes again, while storage lacks
-        them; of a storage that loses nothing by itself."""
+        them; of a storage that loses nothing by itself. Of a chain, a page may be in any stage."""
         counted, injected = self._draws.counted, self._faulty.injected
         lossy = any(counted[f"storage.{kind}"] or injected[kind] for kind in _FAULTS_THAT_LOSE)
-        if lossy or counted["clock.jump"] or self.store.capacity_bytes is not None:
+        evicts = self._near_store.evicted or self.store.capacity_bytes is not None
+        if lossy or counted["clock.jump"] or evicts:
             return []
         return [
-            f"{have.count(0)} pages of {pool} are marked stored, and are not"
+            f"{have.count(False)} pages of {pool} are marked stored, and are not"
             for pool, digests in cache.inspect().marked_stored()
-            if not all(have := self.has([pool], digests))
+            if not all(have := self._has(pool, digests))
         ]
 
     def never_troubled(self) -> bool:
@@ -234,8 +241,9 @@ class ChaosStorage:
             self._troubled = asyncio.get_running_loop().time()
 
     def _is_late(self, seconds: float) -> bool:
-        """Whether a call that has run for so long was given up, by a clock that rounds."""
-        return seconds > self._limits.deadline or isclose(seconds, self._limits.deadline)
+        """Whether a call that has run for so long was given up: its deadline began a few steps of the loop
+        before it ran."""
+        return seconds > self._limits.deadline or isclose(seconds, self._limits.deadline, rel_tol=1e-3)
 
     def release(self) -> None:
         """Let hanging calls continue."""
