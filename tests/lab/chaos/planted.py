@@ -213,18 +213,6 @@ def published_window_is_anybodys(patch: Patch) -> None:
 
 
 @bug
-def copies_are_told_apart_by_value(patch: Patch) -> None:
-    """The one that ends takes another one off the list that keeps the same."""
-
-    def alike(self: tier_copies.TierCopy, other: object) -> bool:
-        if not isinstance(other, tier_copies.TierCopy):
-            return False
-        return (self.tier, self.pending, self.locks) == (other.tier, other.pending, other.locks)
-
-    patch.setattr(tier_copies.TierCopy, "__eq__", alike)
-
-
-@bug
 def duplicates_leak(patch: Patch) -> None:
     own = RequestState.own_pages
     patch.setattr(
