@@ -43,6 +43,7 @@ class MooncakeBackend:
         self._lookups = ThreadPoolExecutor(options.threads, "asynchicache-mooncake-lookups")
         self._joining: asyncio.Task[MooncakeClient] | None = None
         self._engines: EngineRegistry[MooncakeEngine] = EngineRegistry()
+        self._fingerprints: dict[str, bytes] = {}  # of the pools that were opened last
         self._closed = False
         self._memory: RegisteredMemory | None = None
 
@@ -87,6 +88,7 @@ class MooncakeBackend:
         if self._memory is None:
             self._memory = RegisteredMemory(client.store)
         slots = await self._run(partial(RegisteredSlots, self._memory, binding))
+        self._fingerprints[binding.pool] = binding.fingerprint
         options = self._options
         return MooncakeEngine(
             binding,
@@ -96,6 +98,7 @@ class MooncakeBackend:
             self._lookups,
             concurrency=options.threads,
             namespace=options.namespace,
+            fingerprints=self._fingerprints,
         )
 
     async def _join(self) -> MooncakeClient:
@@ -108,7 +111,8 @@ class MooncakeBackend:
         options = self._options
         store = self._given if self._given is not None else await self._run(partial(join, options))
         large = LARGE_BYTES if options.protocol == "tcp" else math.inf
-        return MooncakeClient(store, options.master_address, options.replicas, large)
+        address, pin = options.master_address, options.soft_pin_seconds
+        return MooncakeClient(store, address, options.replicas, large, pin)
 
     async def _leave(self) -> None:
         """Close the store unless the caller owns it. No call may be running."""

@@ -30,6 +30,7 @@ class MooncakeCode(IntEnum):
     RPC_FAIL = -900
     RPC_TIMEOUT = -901
     QUOTA_EXCEEDED = -1700
+    TENANT_NOT_REGISTERED = -1701
 
 
 _GET: dict[int, Outcome] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from functools import partial
 from typing import Any, TypeVar
@@ -46,6 +46,7 @@ class MooncakeEngine:
         lookups: runs the others, which wait for no page.
         concurrency: number of threads.
         namespace: prefix of every key.
+        fingerprints: of the pools of the backend, by name; it grows.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class MooncakeEngine:
         *,
         concurrency: int,
         namespace: str,
+        fingerprints: Mapping[str, bytes],
     ) -> None:
         self.capabilities = Capabilities(durable=False, checks=True, shared=True, concurrency=concurrency)
         self._binding = binding
@@ -66,6 +68,7 @@ class MooncakeEngine:
         self._threads = threads
         self._lookups = lookups
         self._namespace = namespace
+        self._fingerprints = fingerprints
         self._writes = WritesInFlight()
         self._failures = FailureLog(logger)
         self._running: set[futures.Future[Any]] = set()
@@ -137,6 +140,15 @@ class MooncakeEngine:
     def _names(self, keys: Sequence[ObjectKey]) -> list[str]:
         return [f"{self._namespace}:{key.text()}" for key in keys]
 
+    def _groups(self, keys: Sequence[ObjectKey]) -> list[str] | None:
+        """What the pages are evicted with: those of the other pools that end with the same token. None where
+        there is one pool."""
+        binding = self._binding
+        if len(self._fingerprints) == 1:
+            return None
+        whose = self._fingerprints.get(binding.depends_on or binding.pool, binding.fingerprint)
+        return [f"{self._namespace}:{whose.hex()[:32]}.{key.digest.hex()}" for key in keys]
+
     def _exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         codes = self._client.exists(self._names(keys))
         if codes and all(code < 0 for code in codes):
@@ -180,7 +192,7 @@ class MooncakeEngine:
             buffers = self._slots.buffers(slots)
             for key, slot in zip(keys, slots, strict=True):
                 self._binding.seal(slot, key)
-            codes = self._client.put(self._names(keys), *buffers)
+            codes = self._client.put(self._names(keys), *buffers, self._groups(keys))
         finally:  # otherwise waiters for these keys would never wake up
             self._writes.settle(keys, codes)
         return codes

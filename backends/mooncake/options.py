@@ -6,11 +6,12 @@ import re
 from typing import ClassVar
 
 from asynchicache.backends.options import BackendOptions, NamespaceName
-from asynchicache.options import Positive, Seconds
+from asynchicache.options import Natural, Positive, Seconds
 
 LEAST_SEGMENT_BYTES = 16 << 20
 """Smallest segment that Mooncake accepts."""
 
+_DAY_SECONDS = 86_400
 _ADDRESS = re.compile(r"(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})")
 
 
@@ -25,7 +26,10 @@ class MooncakeOptions(BackendOptions, frozen=True):
         local_hostname: this machine's name or address, as other machines reach it. Default: `localhost`.
         segment_bytes: memory that this process lends to the cluster; its contents are lost when this
             process ends. Default: 0, none.
-        replicas: copies of every page, on different nodes. Default: 1.
+        replicas: copies of every page, on different nodes, as far as there are so many. Default: 1.
+        soft_pin_seconds: for how long after it was stored a page stays while others can be evicted, up to a
+            day. Default: 0, no such pin.
+        tenant: whose pages these are, for a master with tenants. Default: `default`.
         threads: number of concurrent calls that move pages, and of lookups beside them. Default: 4.
         namespace: prefix of every key; other keys are not touched. Default: `asynchicache`.
         open_seconds: deadline for opening. Default: 10.
@@ -40,6 +44,8 @@ class MooncakeOptions(BackendOptions, frozen=True):
     local_hostname: str = "localhost"
     segment_bytes: int = 0
     replicas: Positive = 1
+    soft_pin_seconds: Natural = 0
+    tenant: NamespaceName = "default"
     threads: Positive = 4
     namespace: NamespaceName = "asynchicache"
     open_seconds: Seconds = 10.0
@@ -51,6 +57,10 @@ class MooncakeOptions(BackendOptions, frozen=True):
         if self.segment_bytes and self.segment_bytes < LEAST_SEGMENT_BYTES:
             rule = f"must be 0, or at least {LEAST_SEGMENT_BYTES}, the least that Mooncake lends"
             raise self.refused("segment_bytes", self.segment_bytes, rule)
+
+        if self.soft_pin_seconds > _DAY_SECONDS:
+            rule = f"must be at most {_DAY_SECONDS}, the most that a master grants"
+            raise self.refused("soft_pin_seconds", self.soft_pin_seconds, rule)
 
     @property
     def master_address(self) -> tuple[str, int] | None:
@@ -68,4 +78,5 @@ class MooncakeOptions(BackendOptions, frozen=True):
             "protocol": self.protocol,
             "rdma_devices": self.devices,
             "master_server_addr": self.master,
+            "tenant_id": self.tenant,
         }

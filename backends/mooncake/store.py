@@ -60,6 +60,7 @@ class MooncakeClient:
         store: the store.
         master: the master's host and port; None where one of several masters leads.
         replicas: copies of a page.
+        soft_pin_seconds: for how long pages stay while others can be evicted; 0 for no such pin.
         large_bytes: reads or writes of at least this size wait while two others of that size are in flight.
     """
 
@@ -69,10 +70,11 @@ class MooncakeClient:
         master: tuple[str, int] | None,
         replicas: int,
         large_bytes: float = math.inf,
+        soft_pin_seconds: int = 0,
     ) -> None:
         self.store = store
         self._master = master
-        self._config = _replicate_config(replicas)
+        self._replicas, self._soft_pin_seconds = replicas, soft_pin_seconds
         self._reads, self._writes = LargeCallLimit(large_bytes), LargeCallLimit(large_bytes)
         self._master_away = False
         self._trying = threading.Lock()
@@ -86,11 +88,25 @@ class MooncakeClient:
         with self._reads.limited(_total(sizes)):
             return self._ask(keys, partial(self.store.batch_get_into_multi_buffers, keys, pointers, sizes))
 
-    def put(self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]) -> list[int]:
-        """Store each key's buffers, concatenated, as its object. Returns 0 or a negative code per key."""
-        put = self.store.batch_put_from_multi_buffers
+    def put(
+        self,
+        keys: list[str],
+        pointers: list[list[int]],
+        sizes: list[list[int]],
+        groups: list[str] | None = None,
+    ) -> list[int]:
+        """Store each key's buffers, concatenated, as its object. Returns 0 or a negative code per key.
+
+        Objects of one group are evicted together, and a use of one is a use of all.
+        """
+        put, config = self.store.batch_put_from_multi_buffers, _replicate_config(self._replicas)
+        if groups is not None:
+            config.group_ids = groups
+        if self._soft_pin_seconds:
+            config.soft_pin_action = type(config.soft_pin_action).ENABLE
+            config.soft_pin_ttl_ms = 1000 * self._soft_pin_seconds
         with self._writes.limited(_total(sizes)):
-            return self._ask(keys, partial(put, keys, pointers, sizes, self._config))
+            return self._ask(keys, partial(put, keys, pointers, sizes, config))
 
     def remove(self, keys: list[str]) -> list[int]:
         """Remove keys, ignoring readers' leases. Returns 0 or a negative code per key."""

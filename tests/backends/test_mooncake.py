@@ -256,6 +256,8 @@ async def test_the_whole_cache_finds_its_pages_after_a_restart(mooncake: Cluster
         ({"master": 5}, "master=5 must be text"),
         ({"segment_bytes": 1000}, "segment_bytes=1000 must be 0, or at least 16777216"),
         ({"segment_bytes": -1}, "segment_bytes=-1 must be 0, or at least"),
+        ({"soft_pin_seconds": 86401}, "soft_pin_seconds=86401 must be at most 86400"),
+        ({"tenant": ""}, "tenant='' must be text that matches"),
         ({"threads": 0}, "threads=0 must be a whole number above 0"),
         ({"replicas": -1}, "replicas=-1 must be a whole number above 0"),
         ({"namespace": "a/b"}, "namespace='a/b' must be text that matches"),

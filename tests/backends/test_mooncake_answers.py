@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,7 +57,7 @@ class Counting:
 async def opened(
     monkeypatch: pytest.MonkeyPatch, master: str = "127.0.0.1:1"
 ) -> AsyncIterator[tuple[Counting, PoolUnderTest]]:
-    monkeypatch.setattr(store_module, "_replicate_config", lambda replicas: None)
+    monkeypatch.setattr(store_module, "_replicate_config", lambda replicas: SimpleNamespace())
     store = Counting()
     backend = MooncakeBackend(MooncakeOptions(master=master), store)  # type: ignore[arg-type]
     try:

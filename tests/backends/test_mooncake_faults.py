@@ -109,6 +109,17 @@ async def test_a_killed_node_costs_misses_once_the_master_notices(forgetful: Clu
         assert await bench.get(keys, [2, 3]) == [HIT] * 2
 
 
+async def test_a_second_copy_outlives_the_node_of_the_first(forgetful: Cluster) -> None:
+    with forgetful.another_node():
+        async with backend_of(forgetful, replicas=2) as backend:
+            bench = await open_bench(backend)
+            keys = bench.keys(*range(8))
+            assert await bench.put(keys, range(8)) == [STORED] * 8
+            forgetful.node.kill()
+            while await bench.get(keys, range(8, 16)) != [HIT] * 8:
+                pass  # the master may not have noticed
+
+
 async def test_pages_are_refused_without_memory_and_end_with_the_process_that_lends_it() -> None:
     with own_network(), cluster(nodes=False) as empty:
         async with backend_of(empty) as backend:

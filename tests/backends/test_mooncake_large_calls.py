@@ -63,7 +63,7 @@ class Seats(threading.BoundedSemaphore):
 
 @pytest.fixture(autouse=True)
 def without_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_replicate_config", lambda replicas: None)
+    monkeypatch.setattr(store_module, "_replicate_config", lambda replicas: SimpleNamespace())
 
 
 @contextmanager

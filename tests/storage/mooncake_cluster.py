@@ -73,7 +73,7 @@ class Cluster:
 
 
 class Fleet(Cluster):
-    """An etcd, a leading master, one that stands by, and a node; any may be killed.
+    """An etcd, a leading master, one that stands by, and two nodes; any may be killed.
 
     Attributes:
         etcd: its process.
@@ -116,7 +116,7 @@ def master_command(rpc: int, admin: int, *flags: str) -> list[str | Path]:
 def fleet(folder: Path, *flags: str) -> Iterator[Fleet]:
     """A cluster that fails over, and serves."""
     made = Fleet(folder, *flags)
-    with made.etcd, made.master, made.standby, made.node:
+    with made.etcd, made.master, made.standby, made.node, made.another_node():
         yield made
 
 
