@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from asynchicache import CacheConfig
 from asynchicache.backends.memory import MemoryBackend, MemoryEngine, MemoryStore
 from asynchicache.errors import StorageError
 from asynchicache.storage.protocol import PoolBinding
+from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache_lab.ranks.group import openings, seeded_group
@@ -71,6 +74,31 @@ def test_a_rank_that_cannot_open_its_storage_again_is_named(monkeypatch: pytest.
         return await open_pool(backend, binding)
 
     in_a_group(part, stores)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_host_slot_is_held_for_a_read_that_outlived_the_weights(rank: int) -> None:
+    async def main(world: SeededWorld) -> None:
+        storage = [
+            Faulty(MemoryBackend(MemoryStore()), FaultRates(), random.Random(number))
+            for number in range(len(SPECS))
+        ]
+        async with seeded_group(world, openings(world, SPECS, CONFIG, storage)) as mirror:
+            await mirror.serve(PROMPT, durable=True)
+            await mirror.cache.update_weights("b")
+            await mirror.cache.update_weights("a")  # now storage alone has its pages
+            storage[rank].rates = FaultRates(hang=1, calls=("get",))
+            await mirror.serve([*PROMPT, 1])
+            await mirror.cache.update_weights("b")
+            storage[rank].rates = FaultRates()
+            storage[rank].release()
+            await asyncio.sleep(10)
+            await mirror.cache.drain()
+            host = mirror.cache.statistics().occupancy["kv"][1]
+            assert (host.held, host.quarantined) == (0, 0)
+            assert mirror.violations == []
+
+    run_seeded(3, main)
 
 
 def test_a_group_that_has_lost_a_rank_is_cold_under_any_weights() -> None:

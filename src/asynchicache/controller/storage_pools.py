@@ -63,21 +63,17 @@ class StoredPool(NamedTuple):
 OnUnused: TypeAlias = "Callable[[AttachedStorage, str, frozenset[int]], object]"
 
 
-def _ignore(attachment: AttachedStorage, pool: str, slots: frozenset[int]) -> None:
-    """The slots of late reads stay in quarantine."""
-
-
 class AttachedStorage:
     """One backend, with the pools of one cache open in it.
 
     Attributes:
         on_unused: called with itself, a pool and slots when a read has ended that was running when this was
-            closed.
+            closed. None: those who wait for its slots go on waiting, as other ranks' calls may use them.
         chain: the backend, if it is a chain of stores.
     """
 
     def __init__(self) -> None:
-        self.on_unused: OnUnused = _ignore
+        self.on_unused: OnUnused | None = None
         self.pools: dict[str, StoredPool] = {}
         self.chain: StorageChain | None = None
         self._stack = AsyncExitStack()
@@ -142,7 +138,7 @@ class AttachedStorage:
             await asyncio.gather(*(guard.stop() for guard in guards.values()))
             # All in one moment: pools share slots, and the last read of any of them is to report these.
             for name, guard in guards.items():
-                guard.retire(partial(self._unused, name))
+                guard.retire(None if self.on_unused is None else partial(self.on_unused, self, name))
             await asyncio.gather(*(guard.close_engine() for guard in guards.values()))
             await self._stack.aclose()
 
@@ -151,9 +147,6 @@ class AttachedStorage:
         async with self._closing:
             await self._close_pools()
             await self._stack.aclose()
-
-    def _unused(self, name: str, slots: frozenset[int]) -> None:
-        self.on_unused(self, name, slots)
 
     def used(self, names: Iterable[str], slots: frozenset[int]) -> frozenset[int]:
         """Those of `slots` that a running call of a pool in `names` uses."""
@@ -171,15 +164,14 @@ class StoragePools:
 
     Attributes:
         alone: whether no other rank's calls use the same slots.
-        on_unused: see `AttachedStorage`; not called if other ranks' calls may use the slots.
+        on_unused: see `AttachedStorage`.
     """
 
     alone = True
-    on_unused: OnUnused
+    on_unused: OnUnused | None = None
 
     def __init__(self, sharing: Callable[[int], Iterable[str]]) -> None:
         """`sharing`: returns the pools that share the slots of a component."""
-        self.on_unused = _ignore
         self._sharing = sharing
         self._attachment: AttachedStorage | None = None
         self._detached: list[AttachedStorage] = []
@@ -195,16 +187,12 @@ class StoragePools:
     def attach(self, attachment: AttachedStorage) -> None:
         """Attach storage; there must be none."""
         self._attachment = attachment
-        attachment.on_unused = self._unused
-
-    def _unused(self, attachment: AttachedStorage, pool: str, slots: frozenset[int]) -> None:
-        if self.alone:
-            self.on_unused(attachment, pool, slots)
 
     def detach(self) -> AttachedStorage | None:
         """Detach storage; returns it, for the caller to close, or None."""
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
+            attachment.on_unused = self.on_unused if self.alone else None
             self._detached = [*(one for one in self._detached if not one.ended), attachment]
         return attachment
 

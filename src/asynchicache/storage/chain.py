@@ -898,16 +898,21 @@ class ChainedPool:
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=self._limits.closing)
 
-    def retire(self, on_unused: Callable[[frozenset[int]], object]) -> None:
+    def retire(self, on_unused: Callable[[frozenset[int]], object] | None) -> None:
         """After `stop`: calls that have not ended are late now, see `GuardedPool.retire`."""
+        own = None if on_unused is None else lambda slots: on_unused(self._own(slots))
         for guard in self._every_guard():
-            guard.retire(lambda slots: on_unused(frozenset(s for s in slots if s < self.staged.first)))
+            guard.retire(own)
+
+    def _own(self, slots: Iterable[int]) -> frozenset[int]:
+        """Those of `slots` that are not for staging."""
+        return frozenset(slot for slot in slots if slot < self.staged.first)
 
     async def aclose(self) -> frozenset[int]:
         """Close every stage; returns the slots that an engine may still touch."""
         await self.stop()
         held = await asyncio.gather(*(guard.aclose() for guard in self._every_guard()))
-        return frozenset(slot for slots in held for slot in slots if slot < self.staged.first)
+        return self._own(frozenset().union(*held))
 
     async def close_engine(self) -> None:
         """Close the engine of every stage, once."""

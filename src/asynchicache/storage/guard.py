@@ -502,11 +502,12 @@ class GuardedPool:
             await asyncio.wait([self._labelling], timeout=self._limits.closing)
         await self._wait_for_calls()
 
-    def retire(self, on_unused: Callable[[frozenset[int]], object]) -> None:
+    def retire(self, on_unused: Callable[[frozenset[int]], object] | None) -> None:
         """After `stop`: a call that has not ended is late now, and runs on, until `aclose` gives it up.
 
         Args:
-            on_unused: called with the slots of such a read when it has ended: no call writes to them now.
+            on_unused: called with the slots of such a read when it has ended: no call writes to them now. Who
+                waits for them otherwise (`lingering`) is told at once that this may last; not if it is None.
         """
         for call in [call for call in self._calls if not call.late]:
             self._deadline_passed(call)
