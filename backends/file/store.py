@@ -76,6 +76,7 @@ class PoolStore:
         self._dependencies = dependencies or PoolDependencies()
         self._limit = limit
         self._full = False
+        self._nothing = False  # the last call that asked for slots got none
         self._freed = budget.freed
         self._lock = threading.Lock()
         self.index = PageIndex()
@@ -104,8 +105,8 @@ class PoolStore:
 
     @property
     def full(self) -> bool:
-        """The disk refused to let the store grow; it reuses its slots."""
-        return self.segments.full
+        """The disk refused to let the store grow, or keeps the rest; it reuses its slots, if it has any."""
+        return self.segments.full or self._nothing
 
     # Reading.
 
@@ -211,6 +212,7 @@ class PoolStore:
             removed = self.index.take_removed()
             self._full = bool(evicted) or (self._full and short <= 0)
             taken = sorted(evicted + self.index.take(count - len(evicted)))
+            self._nothing = count > 0 and not taken
         self._dependencies.pages_removed(self, removed)
         self._commits.erase(evicted)
         return taken

@@ -113,6 +113,22 @@ async def test_a_full_disk_is_asked_as_soon_as_it_has_room(
 
 
 @pytest.mark.asyncio
+async def test_an_empty_pool_says_that_it_rejects_where_the_rest_of_the_disk_is_to_stay_free(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", disk.statvfs)
+    async with opened(tmp_path, keep_free=0.1) as (backend, port):
+        bench = await open_bench(backend)
+        guard = GuardedPool(bench.engine, bench.binding, port)
+        assert await bench.put(bench.keys(1), [0]) == [REJECTED]
+        assert guard.statistics().full
+
+        disk.full = False
+        assert await bench.put(bench.keys(1), [0]) == [STORED]
+        assert not guard.statistics().full
+
+
+@pytest.mark.asyncio
 async def test_a_disk_that_stays_full_is_asked_at_a_bounded_rate(tmp_path: Path, disk: Disk) -> None:
     async with opened(tmp_path) as (backend, port):
         bench = await open_bench(backend)

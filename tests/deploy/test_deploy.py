@@ -1,6 +1,7 @@
-"""Alerts, dashboard, compose file and manifest, checked as far as a machine without containers can.
+"""Alerts, dashboard, compose file, manifest and workflows, checked as far as it goes without containers.
 
-Not run here: the image, compose, Kubernetes and Grafana. Prometheus is Debian's, real.
+Not run here: the image, compose, Kubernetes and Grafana, of which packages bring the published schemas.
+Prometheus is Debian's, real.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from asynchicache.cli.commands import find_commands
 from asynchicache.cli.options import ServeOptions
@@ -68,8 +72,46 @@ def test_alerts_and_dashboard_ask_for_documented_metrics():
         assert asked <= documented, asked - documented
 
 
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "files"),
+    [
+        (["check_jsonschema", "--builtin-schema", "vendor.compose-spec"], [DEPLOY / "compose.yaml"]),
+        (["check_jsonschema", "--builtin-schema", "vendor.github-workflows"], WORKFLOWS),
+        (["check_jsonschema", "--builtin-schema", "custom.github-workflows-require-timeout"], WORKFLOWS),
+        (["kubernetes_validate", "--strict"], [DEPLOY / "kubernetes.yaml"]),
+    ],
+)
+def test_files_of_others_are_as_their_published_schemas_say(command: list[str], files: list[Path]):
+    done = run([sys.executable, "-m", *command, *files], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def lost(ours: Any, theirs: Any, path: str = "") -> list[str]:
+    """What of ours is not in theirs, which may have more."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return [
+            bad
+            for name in ours
+            for bad in (lost(ours[name], theirs[name], f"{path}.{name}") if name in theirs else [path + name])
+        ]
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        return [bad for one, other in zip(ours, theirs, strict=True) for bad in lost(one, other, f"{path}[]")]
+    return [] if ours == theirs else [path]
+
+
+def test_grafanas_own_classes_know_all_of_the_dashboard():
+    """They are made from Grafana's schema, and drop what is not in it."""
+    register_default_plugins()
+    ours = json.loads((DEPLOY / "grafana" / "asynchicache.json").read_text())
+    read = json.loads(JSONEncoder().encode(Dashboard.from_json(ours)))
+    assert lost(ours, read) == []
+    assert lost(ours | {"widgets": []}, read) == ["widgets"]
+
+
 def test_panels_do_not_overlap_and_each_has_its_source():
-    """The shape that Grafana's dashboards have; Grafana itself does not run here."""
     cells = set[tuple[int, int]]()
     for panel in panels():
         place = panel["gridPos"]

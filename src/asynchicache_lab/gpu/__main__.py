@@ -22,15 +22,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make gpu", description=__doc__)
     parser.add_argument("--part", choices=PARTS, help="one of them; all, one after the other, if not given")
     parser.add_argument("--dry", action="store_true", help="run all of it small, on a CPU")
-    parser.add_argument("--folder", type=Path, default=Path("gpu-report"), help="where the report is written")
+    where = "where the report is written: gpu-report; build/gpu-report if it is dry"
+    parser.add_argument("--folder", type=Path, help=where)
     given = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what dies here would write gigabytes
-    report = GpuReport(given.folder)
+    report = GpuReport(given.folder or Path("build/gpu-report" if given.dry else "gpu-report"))
     for part in [given.part] if given.part else PARTS:
         run_part(report, part, dry=given.dry)
     report.write()
     present(report.found, Console())
-    return 0 if report.ok else 1
+    return 0 if report.ok or "skipped" in report.found else 1
 
 
 def run_part(report: GpuReport, part: str, *, dry: bool) -> None:
@@ -39,10 +40,11 @@ def run_part(report: GpuReport, part: str, *, dry: bool) -> None:
     for step in steps(part, dry=dry):
         ran = run(step, log, end - time.monotonic())
         if step.name == "machine" and ran["rows"]:
-            report.found["machine"] = machine = ran["rows"][0]
+            machine = ran["rows"][0]
             if not machine["cuda"] and not dry:
-                report.found["skipped"] = f"torch {machine['torch']} sees no CUDA device: nothing was run"
-                break
+                report.skip(part, machine)
+                return
+            report.found["machine"] = machine
         report.add(part, ran)
     report.end(part)
 

@@ -33,18 +33,29 @@ class GpuReport:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
+        self._before = b"", ""
         self.found: dict[str, Any] = {"ok": False, "machine": {}, "parts": {}, "unfinished": [], "goals": []}
         with suppress(OSError, ValueError):
             self.found |= json.loads((folder / _FILE).read_text())
         self.found.pop("skipped", None)
 
     def begin(self, part: str) -> Path:
-        """Forget what a part found before; its log."""
+        """Forget what a part found before, unless it is skipped; its log."""
+        log = self._folder / f"{part}.log"
+        self._before = log.read_bytes() if log.exists() else b"", json.dumps(self.found)
         self.found["parts"][part] = []
         self.found["unfinished"] = sorted({*self.found["unfinished"], part})
-        log = self._folder / f"{part}.log"
         log.write_text("")
         return log
+
+    def skip(self, part: str, machine: Mapping[str, Any]) -> None:
+        """Nothing of a part was run, on a machine without a GPU: what was found elsewhere is kept."""
+        said, found = self._before
+        (self._folder / f"{part}.log").write_bytes(said)
+        self.found = json.loads(found)
+        self.found["machine"] = self.found["machine"] or machine
+        self.found["skipped"] = f"torch {machine['torch']} sees no CUDA device: nothing was run"
+        self.write()
 
     def add(self, part: str, ran: Ran) -> None:
         self.found["parts"][part].append(ran)
@@ -83,6 +94,7 @@ def present(found: Mapping[str, Any], console: Console) -> None:
     console.print(Text(f"{machine.get('device') or 'no GPU'}, {versions}"))
     if "skipped" in found:
         console.print(found["skipped"])
+    if not found["parts"] and "skipped" in found:
         return
     for part, steps in found["parts"].items():
         console.print(_steps(part, steps))

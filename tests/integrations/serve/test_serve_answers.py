@@ -397,7 +397,7 @@ async def test_each_request_is_a_line_of_the_log(server: Running, caplog: pytest
     assert re.fullmatch(
         rf"\S+ POST /v1/completions: 400 {took}; min_p is not supported: leave it out; .*", lines[1]
     )
-    assert re.fullmatch(rf"\S+ GET /no%0Aline: 404 {took}; no such place", lines[2])
+    assert re.fullmatch(rf"\S+ GET /no%0Aline: 404 {took}; no such path", lines[2])
     flag = "is not known: leave it out, or serve with --ignore-unknown-fields"
     reasons = [line.split(" s; ")[1] for line in lines[3:]]
     assert reasons[:3] == [
@@ -463,7 +463,7 @@ JSON = {"content-type": "application/json"}
         ("/v1/chat/completions", b'{"messages": []}', JSON, 400, "messages"),
         ("/v1/completions", b'{"prompt": "a"}', {"content-type": "text/plain"}, 415, "application/json"),
         ("/v1/embeddings", b"{}", JSON, 404, "/v1/embeddings"),
-        ("/health", b"{}", JSON, 405, "POST /health"),
+        ("/health", b"{}", JSON, 405, "POST /health: send GET"),
     ],
 )
 async def test_what_is_not_answered_is_told_in_openais_shape(

@@ -150,6 +150,10 @@ def without_merges(folder: Path) -> None:
         (written(TEMPLATE, "{% for i in range(10**9) %}{% endfor %}"), f"{TEMPLATE}: .*Range too big"),
         (written(TEMPLATE, 4 * "{% for i in range(9**5) %}" + 4 * "{% endfor %}"), f"{TEMPLATE}: .*200,000"),
         (written(TEMPLATE, "{{ messages | length // 0 }}"), f"{TEMPLATE}: .*zero"),
+        (written(TEMPLATE, "{{ 'x' * 10**10 }}"), f"{TEMPLATE}: .*one operation takes more than 256 MiB"),
+        (written(TEMPLATE, "{{ 'x' | center(9**10) }}"), f"{TEMPLATE}: .*more than 256 MiB"),
+        (written(TEMPLATE, "{{ 10 ** (10**9) }}"), f"{TEMPLATE}: .*more than 5 s"),
+        (written(TEMPLATE, "{{ 'x' * 10**7 }}"), f"{TEMPLATE}: .*10,000,000 characters"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_at_the_start(

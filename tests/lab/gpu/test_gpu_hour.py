@@ -45,9 +45,27 @@ def test_without_a_gpu_it_says_so_and_ends_well(tmp_path: Path) -> None:
     found = _make_gpu(tmp_path, "--part", "two")
 
     assert (found["ok"], found["unfinished"], found["machine"]["cuda"]) == (True, [], False)
-    assert found["parts"] == {"two": []}
+    assert found["parts"] == {}
     assert "sees no CUDA device: nothing was run" in found["skipped"]
     assert "sees no CUDA device: nothing was run" in (tmp_path / "gpu.txt").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_keeps_what_was_found_on_one(tmp_path: Path) -> None:
+    report = GpuReport(tmp_path)
+    report.found["machine"] = {"cuda": True, "device": "a GPU", "torch": "2"}
+    report.begin("two").write_text("of the GPU")
+    report.add("two", Ran(name="host", ok=False, seconds=1.0, detail="it broke", rows=[{"a": 1}]))
+    report.end("two")
+
+    found = _make_gpu(tmp_path, "--part", "two")
+
+    assert found.pop("skipped")
+    assert found == report.found
+    assert (tmp_path / "two.log").read_text() == "of the GPU"
+    assert all(
+        words in (tmp_path / "gpu.txt").read_text() for words in ("a GPU", "it broke", "nothing was run")
+    )
 
 
 def _run_dry(part: str, folder: Path) -> dict[str, list[dict[str, Any]]]:

@@ -172,12 +172,9 @@ class InfoEndpoints:
     async def no_route(self, request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
         place = f"{request.method} {request.url.path}"
-        answer = ApiError(
-            f"{place} is not here: {'GET /v1/models' if status == 404 else 'another method'}",
-            status=status,
-            rule="no such place" if status == 404 else "another method",  # the line names it already
-        )
-        return self._refuse(request, answer)
+        allowed = (getattr(error, "headers", None) or {}).get("Allow")
+        rule = f"send {min(allowed.split(', '))}" if allowed else "no such path"  # the line names it already
+        return self._refuse(request, ApiError(f"{place}: {rule}", status=status, rule=rule))
 
     def _refuse(self, request: Request, answer: ApiError) -> Response:
         self._api.counts.refuse(answer)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import resource
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +30,14 @@ from asynchicache.integrations.serve.tokenizers import (
     Conversation,
     Tokenizer,
 )
-from asynchicache.integrations.transformers.chat import bounded
+from asynchicache.integrations.transformers.chat import LongTemplateError, bounded
 from asynchicache.integrations.transformers.demo_model import build_demo_model
 from asynchicache.integrations.transformers.forward import vocabulary_of
 
 TINY = "tiny"
 
 _BYTES = 256
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ def load_checkpoint(
     model = read_model(folder, dtype).to(torch.device(device)).eval()
     defaults = model.generation_config
     try:
-        stop_ids = frozenset(token for token in _stop_ids(model) if 0 <= token < vocabulary_of(model))
+        stop_ids = _stop_ids(model)
         temperature = 1.0 if defaults.temperature is None else float(defaults.temperature)
         top_p = 1.0 if defaults.top_p is None else float(defaults.top_p)
     except (TypeError, ValueError) as error:
@@ -173,19 +179,26 @@ def _check_template(tokenizer: CheckpointTokenizer, file: Path, vocabulary: int)
         ConfigError: the template cannot be used.
     """
 
-    def rendered(*tools: Any) -> list[int]:
-        with bounded():
-            return tokenizer.encode_chat(Conversation(_PLAIN, tools))
+    def rendered(*tools: Any) -> str:
+        with bounded(), _little():
+            return tokenizer.render(Conversation(_PLAIN, tools))
 
     try:
         try:
-            tokens = rendered()
+            text = rendered()
         except ApiError:
-            tokens = rendered(_TOOL)
+            text = rendered(_TOOL)
     except ApiError as error:
         cause = error.__cause__
         line = f"line {cause.lineno}: " if isinstance(cause, TemplateSyntaxError) else ""
-        raise refusal(file, f"{line}the chat template renders no plain turn: {cause}", _MEND) from error
+        why = (
+            str(cause) or f"one operation takes more than {_MOST_MEMORY >> 20} MiB"
+        )  # a MemoryError has no words
+        raise refusal(file, f"{line}the chat template renders no plain turn: {why}", _MEND) from error
+    if len(text) > _MOST_TEXT:
+        why = f"the chat template renders a plain turn to {len(text):,} characters"
+        raise refusal(file, why, _MEND)
+    tokens = tokenizer.encode_rendered(text)
     if not tokens:
         raise refusal(file, "the chat template renders a plain turn to nothing", _MEND)
     if max(tokens) >= vocabulary:
@@ -193,10 +206,53 @@ def _check_template(tokenizer: CheckpointTokenizer, file: Path, vocabulary: int)
         raise refusal(file, why, "take tokenizer and weights from one checkpoint")
 
 
+@contextmanager
+def _little() -> Iterator[None]:
+    """Bound what single operations of a template take, such as `'x' * 10**10`: while a server starts, nothing
+    else in its process needs memory.
+
+    Raises:
+        MemoryError, LongTemplateError: a template takes more memory, or time.
+    """
+
+    def end(number: int, frame: object) -> None:
+        raise LongTemplateError(f"it computes for more than {_MOST_SECONDS} s")
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = before = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [limit for limit in (soft, hard, used + _MOST_MEMORY) if limit != resource.RLIM_INFINITY]
+    is_main = threading.current_thread() is threading.main_thread()  # others get no signals
+    handler = signal.signal(signal.SIGVTALRM, end) if is_main else None
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        # More than once: Jinja drops what is raised while it compiles constants, and computes them again.
+        signal.setitimer(signal.ITIMER_VIRTUAL, _MOST_SECONDS if is_main else 0, 0.1)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        if is_main:
+            signal.signal(signal.SIGVTALRM, handler)
+
+
+_MOST_MEMORY = 256 << 20
+_MOST_SECONDS = 5  # of the processor
+_MOST_TEXT = 1 << 20
+
+
 def _stop_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return the end-of-text tokens of the model's generation config and model config."""
+    """Return the end-of-text tokens of the model's generation config and model config, as far as the model
+    can write them."""
     configs = (model.generation_config, _text_config(model))
-    return frozenset(token for config in configs for token in _ids(getattr(config, "eos_token_id", None)))
+    named = {token for config in configs for token in _ids(getattr(config, "eos_token_id", None))}
+    known = frozenset(token for token in named if 0 <= token < vocabulary_of(model))
+    if named > known:
+        _log.warning(
+            "eos_token_id names %s, beyond the model's %d token ids: it ends no answer",
+            ", ".join(map(str, sorted(named - known))),
+            vocabulary_of(model),
+        )
+    return known
 
 
 def _text_config(model: PreTrainedModel) -> Any:

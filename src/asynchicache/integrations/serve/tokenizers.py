@@ -182,6 +182,14 @@ class CheckpointTokenizer:
         return list(self._tokenizer(text)["input_ids"])
 
     def encode_chat(self, conversation: Conversation) -> list[int]:
+        return self.encode_rendered(self.render(conversation))
+
+    def render(self, conversation: Conversation) -> str:
+        """Return the text of a conversation and the beginning of the assistant's next turn.
+
+        Raises:
+            ApiError: as `encode_chat` does.
+        """
         if not (self._template or self._tokenizer.chat_template):
             raise ApiError(
                 "this model's tokenizer has no chat template: use /v1/completions, "
@@ -196,7 +204,7 @@ class CheckpointTokenizer:
                 param="chat_template_kwargs",
             )
         try:
-            return self._encode_rendered(self._render(conversation, conversation.messages, True))
+            return self._render(conversation, conversation.messages, True)
         except UNFIT as error:
             rule = "the model's chat template refuses these messages"
             raise ApiError(f"{rule}: {error}", param="messages", rule=rule) from error
@@ -204,7 +212,7 @@ class CheckpointTokenizer:
     def repeated(self, conversation: Conversation, prompt: Sequence[int]) -> tuple[int, ...]:
         render = partial(self._render, conversation)
         tools = bool(conversation.tools)
-        return repeated_lengths(prompt, conversation.messages, render, self._encode_rendered, tools=tools)
+        return repeated_lengths(prompt, conversation.messages, render, self.encode_rendered, tools=tools)
 
     def for_guidance(self, vocabulary: int, stop_ids: Set[int]) -> Any:
         """Return the `LLTokenizer` of llguidance.
@@ -230,7 +238,7 @@ class CheckpointTokenizer:
         )
         return text
 
-    def _encode_rendered(self, text: str) -> list[int]:
+    def encode_rendered(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has them
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:

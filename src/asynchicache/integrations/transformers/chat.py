@@ -24,7 +24,7 @@ _NEAR = 400  # characters before a difference that decide on its tokens
 
 UNFIT = (
     *(TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError),
-    ArithmeticError,  # of numbers, and of a range that is too long
+    *(ArithmeticError, MemoryError),  # of numbers, of a range that is too long, of a text that is
 )
 """What a template raises that refuses messages, or meets values of another type than it expects."""
 
