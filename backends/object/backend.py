@@ -14,7 +14,7 @@ from asynchicache.backends.engine_registry import EngineRegistry
 from asynchicache.backends.object.engine import ObjectEngine
 from asynchicache.backends.object.objects import longest_name
 from asynchicache.backends.object.options import ObjectOptions
-from asynchicache.backends.object.requests import Requests, RequestTurns
+from asynchicache.backends.object.requests import Requests, RequestTurns, Turns
 from asynchicache.backends.object.stores import FAILURES, advice, make_store
 from asynchicache.errors import ClosedError, StorageError, StorageFormatError
 from asynchicache.hashing import DIGEST_BYTES, ObjectKey
@@ -48,7 +48,7 @@ class ObjectBackend:
         self._options = options
         self._port = port
         self._store = make_store(options)
-        self._turns = RequestTurns(asyncio.Semaphore(options.requests), asyncio.Semaphore(options.requests))
+        self._turns = RequestTurns(Turns(options.requests), Turns(options.requests))
         self._engines: EngineRegistry[ObjectEngine] = EngineRegistry()
         self._closed = False
 
@@ -67,7 +67,8 @@ class ObjectBackend:
 
     async def _open(self, binding: PoolBinding) -> ObjectEngine:
         self._check_names(binding)
-        requests = Requests(self._store, self._turns, binding.pool)
+        patience = self._options.timeout_seconds / 2  # a call of the core ends with a reason of ours
+        requests = Requests(self._store, self._turns, binding.pool, patience)
         engine = ObjectEngine(binding, self._port, requests, self._options)
         await self._prepare(engine)
         return engine

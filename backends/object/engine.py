@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import chain, pairwise
 from math import inf
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError
@@ -176,7 +176,7 @@ class ObjectEngine:
     async def _renew(self, stored: StoredObject) -> None:
         young = stored.other_name(self._finder.folder)
         try:
-            await obstore.copy_async(self._requests.store, stored.path, young.path)
+            await self._send(obstore.copy_async, stored.path, young.path)
         except FileNotFoundError:
             return  # another replica was first
         except FAILURES as error:
@@ -286,11 +286,15 @@ class ObjectEngine:
     async def _request(self, first: Found, size: int) -> obstore.GetResult:
         """Begin to read some bytes of an object, from a page on."""
         if first.stored.pages == 1:
-            return await obstore.get_async(self._requests.store, first.stored.path)
+            return await self._send(obstore.get_async, first.stored.path)
         start = first.number * self._frame_bytes
-        return await obstore.get_async(
-            self._requests.store, first.stored.path, options={"range": (start, start + size)}
+        return await self._send(
+            obstore.get_async, first.stored.path, options={"range": (start, start + size)}
         )
+
+    async def _send(self, request: Callable[..., Awaitable[T]], *given: Any, **named: Any) -> T:
+        """Send one request of obstore."""
+        return await self._requests.send(partial(request, self._requests.store, *given, **named))
 
     async def _over(self, pages: int, work: Callable[[], T]) -> T:
         """Run work over so many pages, here or in a thread."""
@@ -346,12 +350,11 @@ class ObjectEngine:
 
     async def _create(self, stored: StoredObject, parts: list[memoryview]) -> Outcome:
         """Store an object that is not there: of several writers one does, if the store knows conditions."""
-        store = self._requests.store
         mode: Literal["create", "overwrite"] = "create" if self._conditions else "overwrite"
         try:
-            await obstore.put_async(store, stored.path, parts, mode=mode, use_multipart=False)
+            await self._send(obstore.put_async, stored.path, parts, mode=mode, use_multipart=False)
         except AlreadyExistsError:
-            found = await obstore.head_async(store, stored.path)
+            found = await self._send(obstore.head_async, stored.path)
             if found["size"] == stored.size:
                 return Outcome.EXISTS
         except FAILURES as error:
@@ -360,7 +363,7 @@ class ObjectEngine:
             self._conditions = False
         else:
             return Outcome.STORED
-        await obstore.put_async(store, stored.path, parts, use_multipart=False)
+        await self._send(obstore.put_async, stored.path, parts, use_multipart=False)
         return Outcome.STORED
 
     async def _drop(self, found: Iterable[Found]) -> dict[StoredObject, Outcome]:
@@ -389,15 +392,15 @@ class ObjectEngine:
     async def _copy_part(self, stored: StoredObject, first: int, stop: int) -> None:
         frame = self._frame_bytes
         part = stored.part(self._finder.folder, first, stop, frame)
-        content = await obstore.get_range_async(
-            self._requests.store, stored.path, start=first * frame, end=stop * frame
+        content = await self._send(
+            obstore.get_range_async, stored.path, start=first * frame, end=stop * frame
         )
-        await obstore.put_async(self._requests.store, part.path, content, use_multipart=False)
+        await self._send(obstore.put_async, part.path, content, use_multipart=False)
         self._finder.add(part)
 
     async def _remove(self, stored: StoredObject) -> Outcome:
         try:
-            await obstore.delete_async(self._requests.store, stored.path)
+            await self._send(obstore.delete_async, stored.path)
         except FileNotFoundError:
             return Outcome.MISS
         except FAILURES as error:

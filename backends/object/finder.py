@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from asynchicache.backends.object.objects import (
     page_id,
     pool_folder,
 )
-from asynchicache.backends.object.requests import Requests, failed
+from asynchicache.backends.object.requests import Requests, Turns, failed
 from asynchicache.backends.object.stores import FAILURES
 from asynchicache.hashing import DIGEST_BYTES, ObjectKey, PlacedKey
 from asynchicache.storage.protocol import PoolBinding
@@ -110,7 +109,7 @@ class PageFinder:
         self,
         keys: Sequence[ObjectKey],
         *,
-        turns: asyncio.Semaphore | None = None,
+        turns: Turns | None = None,
         seconds: float = 0,
         assume: bool = False,
         listing: bool = False,
@@ -174,7 +173,7 @@ class PageFinder:
         self._seen.clear()
 
     async def everywhere(
-        self, keys: Sequence[ObjectKey], turns: asyncio.Semaphore, *, listing: bool = False
+        self, keys: Sequence[ObjectKey], turns: Turns, *, listing: bool = False
     ) -> list[list[Found] | None]:
         """All places of each page; None where the store does not answer."""
         groups: defaultdict[tuple[bool, str], list[int]] = defaultdict(list)
@@ -218,7 +217,7 @@ class PageFinder:
         """The object of a page that is alone."""
         alone = object_alone(self.folder, key, 0)
         try:
-            found = await obstore.head_async(self._requests.store, alone.path)
+            found = await self._requests.send(lambda: obstore.head_async(self._requests.store, alone.path))
         except FileNotFoundError:
             return []
         return [alone._replace(size=found["size"])]
@@ -243,8 +242,9 @@ class PageFinder:
 
     async def _list(self, folder: str) -> tuple[list[StoredObject], bool]:
         """The first objects below a folder, by one request, and whether these are all."""
-        answers = obstore.list(self._requests.store, prefix=folder, chunk_size=_LISTED)
-        listed: Sequence[obstore.ObjectMeta] = await anext(answers, [])
+        listed: Sequence[obstore.ObjectMeta] = await self._requests.send(
+            lambda: anext(obstore.list(self._requests.store, prefix=folder, chunk_size=_LISTED), [])
+        )
         return list(self._parsed(listed)), len(listed) < _LISTED
 
     def remove(self, found: Iterable[Whereabouts]) -> None:

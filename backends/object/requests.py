@@ -10,19 +10,86 @@ from typing import NamedTuple, TypeVar
 
 from obstore.store import ObjectStore
 
+from asynchicache.backends.object.stores import FAILURES, is_throttled
 from asynchicache.errors import ClosedError
 from asynchicache.types import Outcome
 
 T = TypeVar("T")
 
 _FAILURES: ContextVar[list[Exception]] = ContextVar("failures of the requests of one call")
+_TURNS: ContextVar[Turns] = ContextVar("the turns by which a request runs")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+"""Seconds until a request that the store had no time for is sent again; each pause is twice the last."""
+
+
+class Turns:
+    """Concurrent requests: at most `most`, and fewer while the store says that these are too many.
+
+    As TCP does (Chiu and Jain, 1989): half as many when the store complains, once for what was sent before;
+    and one more after as many answers as there are requests at once.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._free = asyncio.Semaphore(most)
+        self._most = self._allowed = float(most)
+        self._withheld = 0
+        self._complaints = 0
+
+    async def __aenter__(self) -> None:
+        await self._free.acquire()
+
+    async def __aexit__(self, *raised: object) -> None:
+        if self._withheld < self._most - int(self._allowed):
+            self._withheld += 1
+        else:
+            self._free.release()
+
+    async def send(self, request: Callable[[], Awaitable[T]], patience: float) -> T:
+        """Send a request, again and again while the store has no time for it.
+
+        Args:
+            request: sends it.
+            patience: seconds after which it is not sent again.
+
+        Raises:
+            BaseError, OSError: what it raised at last.
+        """
+        now, pause = asyncio.get_running_loop().time, _FIRST_PAUSE
+        latest = now() + patience
+        while True:
+            complaints = self._complaints
+            try:
+                answer = await request()
+            except FAILURES as error:
+                if not is_throttled(error):
+                    raise
+                self._slow_down(complaints)
+                if now() + pause > latest:
+                    raise
+            else:
+                self._speed_up()
+                return answer
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _slow_down(self, complaints: int) -> None:
+        if complaints == self._complaints:
+            self._complaints += 1
+            self._allowed = max(self._allowed / 2, 1.0)
+
+    def _speed_up(self) -> None:
+        self._allowed = min(self._allowed + 1 / self._allowed, self._most)
+        while self._withheld > self._most - int(self._allowed):
+            self._withheld -= 1
+            self._free.release()
 
 
 class RequestTurns(NamedTuple):
     """Limits of concurrent requests, of all pools: those for pages, and lookups, which wait for no page."""
 
-    pages: asyncio.Semaphore
-    lookups: asyncio.Semaphore
+    pages: Turns
+    lookups: Turns
 
 
 class Requests:
@@ -35,14 +102,16 @@ class Requests:
         store: the object store.
         turns: limits concurrent requests.
         pool: the pool's name.
+        patience: seconds for which a request is sent again while the store has no time for it.
     """
 
-    def __init__(self, store: ObjectStore, turns: RequestTurns, pool: str) -> None:
+    def __init__(self, store: ObjectStore, turns: RequestTurns, pool: str, patience: float) -> None:
         self.store = store
         self.turns = turns
         self.running: set[asyncio.Task[object]] = set()
         self.closed = False
         self._pool = pool
+        self._patience = patience
 
     async def aclose(self) -> None:
         self.closed = True
@@ -53,7 +122,7 @@ class Requests:
         self,
         work: Callable[..., Awaitable[T]],
         *columns: Sequence[object],
-        turns: asyncio.Semaphore | None = None,
+        turns: Turns | None = None,
     ) -> list[T]:
         """Run `work` for every row, several concurrently, as `turns` (default: those for pages) allow. A
         cancelled caller still waits for started work.
@@ -82,14 +151,19 @@ class Requests:
 
     async def _in_turn(
         self,
-        turns: asyncio.Semaphore,
+        turns: Turns,
         waiting: set[asyncio.Task[T]],
         work: Callable[..., Awaitable[T]],
         *row: object,
     ) -> T:
         async with turns:
             waiting.discard(asyncio.current_task())
+            _TURNS.set(turns)
             return await work(*row)
+
+    async def send(self, request: Callable[[], Awaitable[T]]) -> T:
+        """Send a request within the `work` of `each`; see `Turns.send`."""
+        return await _TURNS.get().send(request, self._patience)
 
     def _ended(self, task: asyncio.Task[object]) -> None:
         self.running.discard(task)

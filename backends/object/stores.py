@@ -32,6 +32,8 @@ _NO_BUCKET = ("nosuchbucket", "containernotfound")
 _NO_CREDENTIALS = ("credential", "token request")
 _FULL = ("507 insufficient storage", "quotaexceeded", "quota exceeded", "storagefull", "capacityexceeded")
 """Status and codes of S3-compatible servers."""
+_BUSY = ("status code: 503", "status code: 429", "slowdown", "serverbusy")
+"""Status and codes of stores that ask for fewer requests. obstore does not tell us their `Retry-After`."""
 _CODE = re.compile("<Code>([A-Za-z]+)</Code>")
 """Where all three clouds say in one word what is wrong."""
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*(?:OtherError\(\s*)?)?([A-Za-z]+)")
@@ -96,10 +98,16 @@ def ignores_conditions(error: Exception) -> bool:
     return isinstance(error, NotSupportedError) or "501 not implemented" in str(error).lower()
 
 
-def refuses_writes(error: Exception) -> bool:
-    """Whether a store that works takes no more: it is full, or over a quota."""
+def is_throttled(error: Exception) -> bool:
+    """Whether a store that works asks for fewer requests."""
     words = str(error).lower()
-    return any(sign in words for sign in _FULL)
+    return any(sign in words for sign in _BUSY)
+
+
+def refuses_writes(error: Exception) -> bool:
+    """Whether a store that works takes no more now: it is full, over a quota, or busy."""
+    words = str(error).lower()
+    return is_throttled(error) or any(sign in words for sign in _FULL)
 
 
 def summary(error: Exception) -> str:

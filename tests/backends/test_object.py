@@ -71,13 +71,17 @@ class TestSlowFolder(BackendConformance):
 async def test_requests_at_once_are_limited(tmp_path: Path) -> None:
     async with backend_at({"url": f"file://{tmp_path}/pages", "requests": 2, "object_pages": 1}) as backend:
         first, second = await open_bench(backend), await open_bench(backend, "mamba")
-        most = 0
+        most = running = 0
         inner = first.engine._receive
 
         async def watched(*call: object) -> Sequence[Outcome]:
-            nonlocal most
-            most = max(most, 2 - backend._turns.pages._value)
-            return await inner(*call)
+            nonlocal most, running
+            running += 1
+            most = max(most, running)
+            try:
+                return await inner(*call)
+            finally:
+                running -= 1
 
         first.engine._receive = second.engine._receive = watched
         keys = first.keys(*range(12))

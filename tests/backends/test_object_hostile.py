@@ -63,7 +63,11 @@ class HostileStore:
         self.lies: dict[str, bytes] = {}
         self.patience = 10**9
         self.port = 0
+        self.bucket = "/bucket"
         self.signed: list[str] = []
+        self.room = 10**9
+        self.refusal = b""
+        self.serving = self.most = self.refused = 0
 
     @property
     def options(self) -> dict[str, object]:
@@ -88,7 +92,15 @@ class HostileStore:
                     writer.write(self.lies[method].replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
                     await writer.drain()
                     break
-                writer.write(self.truth(method, path.partition("?")[0], body))
+                self.serving += 1
+                answer = self.truth(method, path.partition("?")[0], body)
+                if self.serving > self.room:
+                    self.refused += 1
+                    answer = self.refusal
+                elif self.room < 10**9:
+                    await asyncio.sleep(0.005)  # a request takes time
+                self.serving -= 1
+                writer.write(answer)
         writer.close()
 
     def truth(self, method: str, path: str, body: bytes) -> bytes:
@@ -96,7 +108,7 @@ class HostileStore:
             self.objects[path] = body
         elif method == "DELETE":
             self.objects.pop(path, None)
-        elif path == "/bucket":  # a list of what lies below the prefix, asked for once, when it is empty
+        elif path.rstrip("/") == self.bucket:  # a list, asked for once, when there is nothing
             return response("200 OK", EMPTY[self.scheme])
         elif path not in self.objects:
             return response("404 Not Found")
@@ -106,10 +118,10 @@ class HostileStore:
 
 
 @asynccontextmanager
-async def scene(scheme: str) -> AsyncIterator[tuple[HostileStore, PoolUnderTest]]:
+async def scene(scheme: str, **options: object) -> AsyncIterator[tuple[HostileStore, PoolUnderTest]]:
     """A store that is honest so far and holds pages 0 and 1, and one pool over it."""
     store = HostileStore(scheme)
-    async with listening(store.serve) as store.port, bench_at(store.options) as bench:
+    async with listening(store.serve) as store.port, bench_at({**store.options, **options}) as bench:
         assert await bench.put(bench.keys(0, 1), [0, 1]) == [STORED] * 2
         yield store, bench
 
@@ -221,17 +233,52 @@ async def test_a_store_that_is_busy_is_asked_again(scheme: str, method: str, sta
 
 @pytest.mark.parametrize("status", ["503 Slow Down", "429 Too Many Requests"])
 async def test_a_store_that_stays_busy_refuses(scheme: str, status: str) -> None:
-    async with scene(scheme) as (store, bench):
-        for method in ("HEAD", "GET", "PUT"):
-            store.lies[method] = response(status, head=method == "HEAD")
+    async with scene(scheme, timeout_seconds=1) as (store, bench):  # for half of which it asks again
+        for method in ("GET", "PUT"):
+            store.lies[method] = response(status)
 
-        assert await bench.put(bench.keys(7), [5]) == [FAILED]
+        assert await bench.put(bench.keys(7), [5]) == [REJECTED]
         assert await bench.get(bench.keys(0), [6]) == [FAILED]
+        store.lies["HEAD"] = response(status, head=True)
         with pytest.raises(StorageError, match=status[:3]):
             await bench.engine.exists(bench.keys(0))
-        assert 10**9 - store.patience == 3 * 2  # each once more, and no oftener
+        assert await bench.put(bench.keys(7), [5]) == [FAILED], "nobody knows whether it is there"
 
-        await recovers(store, bench)
+    async with scene(scheme) as (store, bench):
+        store.lies["GET"], store.patience = response(status), 5  # more than `retries`
+        assert await bench.get(bench.keys(0), [6]) == [HIT]
+
+
+@pytest.mark.parametrize("status", ["503 Slow Down", "429 Too Many Requests"])
+async def test_a_store_with_room_for_few_requests_loses_no_page(scheme: str, status: str) -> None:
+    """It refuses what comes while it serves two requests, of the 32 that we would send at once."""
+    async with scene(scheme) as (store, bench):
+        store.room, store.refusal = 2, response(f"{status}\r\nRetry-After: 1")
+        keys, slots = bench.keys(*range(10, 40)), list(range(30))
+
+        assert await bench.put(keys, slots) == [STORED] * len(keys)
+        assert await bench.get(keys, slots) == [HIT] * len(keys)
+        assert store.refused
+        before = store.refused
+        for key, slot in zip(keys, slots, strict=True):
+            assert await bench.get([key], [slot]) == [HIT]
+        assert store.refused == before
+
+
+@pytest.mark.parametrize("virtual_hosted", [False, True])
+async def test_the_bucket_is_in_the_path_or_in_the_host(scheme: str, virtual_hosted: bool) -> None:
+    """The endpoint of a virtual-hosted bucket is its own; S3 alone has both."""
+    store = HostileStore(scheme)
+    store.bucket = "" if virtual_hosted and scheme == "s3" else "/bucket"
+    async with listening(store.serve) as store.port:
+        given = store.options
+        if virtual_hosted and scheme == "s3":
+            given["config"] = {**given["config"], "virtual_hosted_style_request": True}
+        async with bench_at({**given, "object_pages": 32}) as bench:
+            assert await bench.put(bench.keys(0), [0]) == [STORED]
+            assert await bench.get(bench.keys(0), [1]) == [HIT]
+    assert store.objects
+    assert all(path.removeprefix(store.bucket).startswith("/p/") for path in store.objects)
 
 
 async def test_heads_that_lie_cost_a_miss(scheme: str) -> None:

@@ -47,3 +47,6 @@ class InstantCache:
 
     def store(self, node: Node) -> None:
         """Hook: the path to `node` was backed up to the host; write it to storage if there is one."""
+
+    def prefetch(self, request: RequestState) -> None:
+        """Hook: read what storage has of the request's prefix, if there is one."""

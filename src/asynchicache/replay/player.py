@@ -52,9 +52,10 @@ class ReplayedRequest(NamedTuple):
 class Player:
     """A serving engine without a model. It serves prompts, and caches what a trace says of their answers."""
 
-    def __init__(self, planner: Planner, trace: Trace) -> None:
+    def __init__(self, planner: Planner, trace: Trace, cache: InstantCache | None = None) -> None:
+        """`cache`: carries out what the planner decides, with a store behind it, say."""
         self._planner = planner
-        self._cache = InstantCache(planner)
+        self._cache = cache or InstantCache(planner)
         self._block_size = trace.block_size
         self._chunk = self._chunk_blocks()
         self._was_resumable = bytearray(trace.blocks)
@@ -66,6 +67,7 @@ class Player:
             state = self._planner.open(self._tokens(request, blocks), b"", hint=self._hint(request))
         except CapacityError:
             return self._refused(request, known)
+        self._cache.prefetch(state)
         self._cache.carry_out(self._planner.count_hit(state))
         self._cache.carry_out(self._planner.loads.load(state))
         served = self._served(request, state, blocks, known)

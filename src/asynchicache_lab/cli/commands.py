@@ -84,6 +84,13 @@ COMMANDS: tuple[Command, ...] = (
         f"{_BENCH}.storage.run",
     ),
     Command(
+        ("bench", "stores"),
+        "many nodes before one store, simulated from a trace: requests, bytes, servers, cost of each engine",
+        f"{_BENCH}.stores.options:StoresOptions",
+        f"{_CLI}.benches:stores",
+        f"{_BENCH}.stores.run",
+    ),
+    Command(
         ("soak",),
         "run conversations against a real storage backend that fails; check for errors, stalls and leaks",
         f"{_BENCH}.soak.options:SoakOptions",

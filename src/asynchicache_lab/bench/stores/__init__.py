@@ -1,0 +1,1 @@
+"""`bench stores`: what a store has to carry for many nodes."""
