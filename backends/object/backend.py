@@ -132,6 +132,16 @@ class ObjectBackend:
         if found != _OURS:
             raise self._foreign(found or b"")
 
+    async def renew_format(self) -> float:
+        """Store the mark of the format anew; the Unix time at which the store did it.
+
+        Raises:
+            BaseError, OSError: there is none, or the store refuses.
+        """
+        await obstore.head_async(self._store, _FORMAT)
+        await obstore.put_async(self._store, _FORMAT, _OURS, use_multipart=False)
+        return (await obstore.head_async(self._store, _FORMAT))["last_modified"].timestamp()
+
     async def _read_format(self) -> bytes | None:
         try:
             answer = await obstore.get_async(self._store, _FORMAT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
@@ -61,6 +62,17 @@ class ObjectInventory:
             label = await self.label(listing) if folder in labels else None
             found.append(listing._replace(label=label))
         return found
+
+    async def time(self) -> float:
+        """By the mark of the format, which is stored anew: only those who remove something need to know."""
+        if not self._writes:
+            return time.time()
+        try:
+            return await self._backend.renew_format()
+        except FileNotFoundError:  # nothing is marked, so nothing is there
+            return time.time()
+        except FAILURES as error:
+            raise StorageError(f"{self._options.url} cannot be used: {advice(error)}") from error
 
     async def _listed(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
         """The path and size of each object."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from asynchicache.backends.engine_registry import EngineRegistry
 from asynchicache.backends.redis.calls import Caller
-from asynchicache.backends.redis.engine import RedisEngine
+from asynchicache.backends.redis.engine import LABEL, RedisEngine
 from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.wire import (
     ErrorReply,
@@ -21,6 +22,7 @@ from asynchicache.backends.redis.wire import (
     Wire,
 )
 from asynchicache.errors import ClosedError, StorageError, StorageFormatError
+from asynchicache.hashing import DIGEST_BYTES
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
 
@@ -32,6 +34,7 @@ _MAGIC, _VERSION = b"asynchicache redis store", 2
 _MAX_VALUE_BYTES = 512 << 20  # `proto-max-bulk-len` of Redis, unless it is configured otherwise
 _SCAN_KEYS = 1000
 _CLUSTER = frozenset({"MOVED", "ASK", "CROSSSLOT", "CLUSTERDOWN"})
+_UNLIMITED = "has no maxmemory: it grows until the system ends it, and all pages are lost; set maxmemory"
 
 
 class RedisBackend:
@@ -74,15 +77,19 @@ class RedisBackend:
         return RedisEngine(binding, self._caller, self._turn, self._options, self._clear)
 
     async def clear(self) -> int:
-        """Delete every page of the namespace, of all pools and models. Other keys are not touched.
+        """Delete every page of the namespace, of all pools and models. Other keys are not touched, nor are
+        pages of other formats.
 
         Returns:
             The number of deleted pages.
 
         Raises:
             StorageError: the server cannot be reached, or refuses.
+            StorageFormatError: the namespace holds foreign data, or pages of another format.
         """
-        return await self._clear(f"{self._options.namespace}:*")
+        await self.check()
+        await self._clear(f"{self._options.namespace}:*.{LABEL}")
+        return await self._clear(f"{self._options.namespace}:*.{'?' * 2 * DIGEST_BYTES}")
 
     async def _clear(self, glob: str) -> int:
         """Delete the keys that match a glob pattern, except the marker; returns their number."""
@@ -204,17 +211,51 @@ class RedisBackend:
         )
 
     async def _check_policy(self) -> None:
-        """Warn if a server will lose pages once it is full. Not all users may ask."""
+        """Warn if a server will lose pages once it is full."""
         if self._options.read_only or self._policy_checked:
             return
         self._policy_checked = True
-        said: set[str] = set()
+        for memory in await self.memory():
+            text = _pages_lost(memory, self._options)
+            if text:
+                logger.warning("%s %s", self._options.server, text)
+
+    async def memory(self) -> list[dict[str, str]]:
+        """What INFO says of the memory of each server; nothing where the user may not ask.
+
+        Raises:
+            StorageError: a server cannot be reached.
+        """
+        found = []
         for server in self._caller.servers.all():
             (answer,) = await self._told(self._caller.run(server, lambda wire: wire.ask(("INFO", "memory"))))
             lines = answer.decode("utf-8", "replace").splitlines() if isinstance(answer, bytes) else []
-            said.add(_pages_lost(dict(line.split(":", 1) for line in lines if ":" in line), self._options))
-        for text in sorted(said - {""}):
-            logger.warning("%s %s", self._options.server, text)
+            found.append(dict(line.split(":", 1) for line in lines if ":" in line))
+        return found
+
+    async def time(self) -> float:
+        """The Unix time of a server, in seconds; ours if the user may not ask.
+
+        Raises:
+            StorageError: the server cannot be reached.
+        """
+        server, *_ = self._caller.servers.all()
+        (answer,) = await self._told(self._caller.run(server, lambda wire: wire.ask(("TIME",))))
+        return float(cast("bytes", answer[0])) if isinstance(answer, list) else time.time()
+
+    async def faults(self) -> list[str]:
+        """How the servers, as they are set up, lose pages, or themselves.
+
+        Raises:
+            StorageError: as `open_pool`.
+            StorageFormatError: as `open_pool`.
+        """
+        await self.check()
+        said = set()
+        for memory in await self.memory():
+            limited = memory.get("maxmemory", "") != "0"
+            said.add(_pages_lost(memory, self._options) if limited else _UNLIMITED)
+        return sorted(said - {""})
 
     def _refused(self, reply: ErrorReply) -> StorageError:
         if reply.code == "WRONGTYPE":

@@ -296,8 +296,8 @@ class RedisEngine:
             self._skip(reader, size)
 
     def _skip(self, reader: ValueReader, size: int | None) -> None:
-        if size is not None and size > self._frame_bytes:  # to read on could take for ever
-            raise ProtocolError(f"a value of {size} bytes, where {self._frame_bytes} are the most")
+        if size is not None and size > max(self._frame_bytes, _CALL_BYTES):  # takes too long
+            raise ProtocolError(f"a value of {size} bytes, where a page has {self._frame_bytes}")
         if size is not None:
             reader.skip(size)
 

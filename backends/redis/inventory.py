@@ -37,6 +37,12 @@ class RedisInventory:
         self._writes = writes and not options.read_only
         self._backend = RedisBackend(structs.replace(options, read_only=True), port)  # marks no namespace
 
+    async def time(self) -> float:
+        return await self._backend.time()
+
+    async def faults(self) -> list[str]:
+        return await self._backend.faults()
+
     async def pools(self) -> list[PoolListing]:
         await self._backend.check()
         pages: defaultdict[str, Counter[bytes]] = defaultdict(Counter)

@@ -23,6 +23,7 @@ RedisCommand: TypeAlias = "tuple[bytes | str | int, ...]"
 _NEWLINE = b"\r\n"
 _BUFFER_BYTES = 16 << 10
 """Received at once when a line is expected. The beginning of a page that comes with it is copied."""
+_WASTE_BYTES = 1 << 20
 _MAX_LINE_BYTES = 4096
 _MAX_DIGITS = 13  # of a value's size: far above what a server may hold under a key
 
@@ -218,7 +219,10 @@ class ValueReader:
 
     def skip(self, size: int) -> None:
         """Receive a value of `size` bytes, and forget it."""
-        self.read_into(memoryview(bytearray(size)))
+        waste = memoryview(bytearray(min(size, _WASTE_BYTES)))
+        for start in range(0, size, _WASTE_BYTES):
+            self._fill_view(waste[: size - start])
+        self.read_into()
 
     def _fill_view(self, view: memoryview) -> None:
         """Fill `view` with what the buffer has, and receive the rest: large parts directly."""

@@ -14,6 +14,7 @@ from logging import getLogger
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec.inspect import StrType
@@ -330,6 +331,8 @@ def _stage(named: str | Mapping[str, Any], options: Mapping[str, Any]) -> StageO
 
 _PLACES = ("path", "url", "urls", "master", "metadata", "namespace")
 """Options of our backends that say which store is meant."""
+_ENDPOINTS = ("endpoint", "base_url", "account_name")
+"""Settings of an object store that say so too."""
 
 
 def _same_store(one: StageOptions, other: StageOptions) -> bool:
@@ -346,7 +349,23 @@ def _place(options: Mapping[str, Any], *, own: bool) -> dict[str, object]:
     place = {name: value for name, value in options.items() if not own or name in _PLACES}
     if "path" in place:
         place["path"] = Path(str(place["path"])).expanduser().resolve()
+    if own and "url" in place:
+        place["url"] = _plain_url(str(place["url"]))
+        place.setdefault("namespace", "asynchicache")
+        place["config"] = [
+            one for one in sorted(dict(options.get("config") or {}).items()) if one[0] in _ENDPOINTS
+        ]
     return place
+
+
+def _plain_url(text: str) -> tuple[object, ...]:
+    """What the URL of a store names, however it is written."""
+    url = urlsplit(text)
+    if not url.scheme.startswith(("redis", "valkey")):
+        return url.scheme, url.netloc, url.path.strip("/"), url.query
+    hosts = url.netloc.lower().rpartition("@")[2].split(",")
+    ports = sorted(host if ":" in host else f"{host}:6379" for host in hosts)
+    return *ports, url.path.strip("/") or "0"
 
 
 def open_backend(name: str, options: Mapping[str, object], port: Port) -> StorageBackend:

@@ -31,6 +31,7 @@ from storage.redis_servers import FRAME_BYTES, RedisServer, backend_at, bench_at
 pytestmark = pytest.mark.engine("redis")
 
 STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
+BAD = Outcome.CORRUPT
 
 
 @pytest.fixture(scope="module")
@@ -310,6 +311,34 @@ async def test_clear_deletes_pages_of_its_namespace_only(server: RedisServer, cl
         assert await others.get(others.keys(1), [0]) == [HIT]
         assert client.get("somebody's") == b"1"
         assert await bench.put(bench.keys(1), [0]) == [STORED]
+
+
+@pytest.mark.asyncio
+async def test_clear_leaves_what_has_another_format(server: RedisServer, client: Any) -> None:
+    """With the mark of another format it refuses, no pool open; without one it takes its own names only."""
+    old = f"a:{'0' * 32}.kv.{'0' * 64}"
+    client.mset({old: b"page", "a:FORMAT": b"asynchicache redis store 1"})
+    async with backend_at(server.url, namespace="a") as backend:
+        with pytest.raises(StorageFormatError, match="format 1"):
+            await backend.clear()
+        client.delete("a:FORMAT")  # as a full server does
+        bench = await open_bench(backend)
+        await bench.put(bench.keys(1, 2), [0, 1])
+        assert await backend.clear() == 2
+    assert client.get(old) == b"page"
+
+
+@pytest.mark.asyncio
+async def test_pages_of_another_size_cost_themselves(server: RedisServer) -> None:
+    """Those of an old store that had larger or smaller ones under the same names."""
+    async with backend_at(server.url, namespace="sizes") as backend:
+        old = await open_bench(backend, page_bytes=3 * FRAME_BYTES)
+        await old.put(old.keys(1, 3), [0, 1])
+        async with backend_at(server.url, namespace="sizes") as other:
+            bench = await open_bench(other)
+            await bench.put(bench.keys(0, 2, 4), [0, 1, 2])
+            assert await bench.get(bench.keys(*range(5)), list(range(5))) == [HIT, BAD, HIT, BAD, HIT]
+            assert await bench.put(bench.keys(1), [1]) == [STORED]
 
 
 # Opening.

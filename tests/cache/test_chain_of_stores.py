@@ -10,7 +10,7 @@ import pytest
 
 from asynchicache import HybridCache, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
-from asynchicache.config import CacheConfig, StageOptions, open_storage
+from asynchicache.config import CacheConfig, StageOptions, open_storage, stages_of
 from asynchicache.errors import ConfigError
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.chain import ChainStage, StagePolicy, StorageChain
@@ -173,7 +173,12 @@ async def test_what_was_acknowledged_survives_a_kill(
         ),
         (
             ["redis", {"backend": "redis", "name": "b"}],
-            [{"url": "redis://h"}, {"url": "redis://h"}],
+            [{"url": "redis://h"}, {"url": "valkey://me:secret@H:6379/0", "namespace": "asynchicache"}],
+            "same store",
+        ),
+        (
+            ["object", {"backend": "object", "name": "b"}],
+            [{"url": "s3://b/p"}, {"url": "s3://b/p/"}],
             "same store",
         ),
         (
@@ -220,3 +225,21 @@ def test_a_chain_in_a_file_and_in_the_environment(tmp_path: Path) -> None:
     stage = StageOptions(backend="file", limits={"deadline": 2})  # type: ignore[arg-type]
     assert stage.limits is not None
     assert (stage.name, stage.limits.deadline) == ("file", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "one", "other"),
+    [
+        ("redis", {"url": "redis://h"}, {"url": "redis://h/1"}),
+        ("redis", {"url": "redis://h"}, {"url": "redis://h", "namespace": "b"}),
+        (
+            "object",
+            {"url": "s3://b/p", "config": {"endpoint": "http://near"}},
+            {"url": "s3://b/p", "config": {"endpoint": "http://far"}},
+        ),
+    ],
+)
+def test_stages_that_are_two_stores_are_taken_for_two(
+    backend: str, one: dict[str, object], other: dict[str, object]
+) -> None:
+    assert len(stages_of([backend, {"backend": backend, "name": "b"}], [one, other])) == 2

@@ -15,7 +15,9 @@ from rich.console import Console
 
 from asynchicache.cli import doctor
 from asynchicache.cli.main import main
+from asynchicache.cli.options import DoctorOptions
 from asynchicache.config import BACKEND_GROUP
+from storage.redis_servers import RedisServer, redis_at
 
 NAMES = [
     "torch",
@@ -195,3 +197,29 @@ def test_engines_that_are_not_registered_are_named() -> None:
 
     assert not check.ok
     assert "memory (not registered; is the package installed?)" in check.detail
+
+
+@pytest.mark.engine("redis")
+@pytest.mark.parametrize(
+    ("settings", "ok", "words"),
+    [
+        ({"maxmemory": "0"}, False, "has no maxmemory"),
+        ({"maxmemory": "64mb", "maxmemory-policy": "noeviction"}, False, "no more is stored"),
+        ({"maxmemory": "64mb", "maxmemory-policy": "allkeys-random"}, False, "evicts at random"),
+        ({"maxmemory": "64mb", "maxmemory-policy": "allkeys-lru"}, True, "nothing is wrong"),
+    ],
+)
+def test_a_redis_that_loses_pages_is_named(
+    tmp_path: Path, settings: dict[str, str], ok: bool, words: str
+) -> None:
+    with RedisServer(tmp_path) as server, redis_at(server) as client:
+        for name, value in settings.items():
+            client.config_set(name, value)
+        check = doctor.check_store(DoctorOptions(store=server.url))
+    assert (check.ok, words in check.detail) == (ok, True)
+
+
+def test_a_store_that_cannot_be_used_is_no_crash(tmp_path: Path) -> None:
+    assert doctor.check_store(DoctorOptions(store="redis://127.0.0.1:1")).ok is False
+    (tmp_path / "letter").write_text("dear store")
+    assert doctor.check_store(DoctorOptions(store=str(tmp_path))).ok is False

@@ -192,6 +192,25 @@ def test_gc_leaves_alone_what_it_does_not_know(
     assert store.hits("old") == 20
 
 
+@pytest.mark.parametrize(
+    "store",
+    [pytest.param(name, marks=pytest.mark.engine(name)) for name in ("object", "redis")],
+    indirect=True,
+)
+def test_gc_with_a_clock_that_is_ahead_removes_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Labels of a week look expired then. Files have no clock but that of their machine."""
+    store.fill("new")
+    now = time.time()
+    monkeypatch.setattr("asynchicache.cli.stores.time.time", lambda: now + 2 * WEEK)
+
+    assert main(["gc", store.url]) == 1
+
+    assert "from that of the store" in capsys.readouterr().err
+    assert store.hits("new") == 20
+
+
 def test_clear_takes_a_namespace_a_model_or_weights(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     store.fill("w1", (None, "tenant"))
     store.fill("w2", ("tenant",))

@@ -6,13 +6,14 @@ is no fault: copies are then emulated on the CPU.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import shutil
 import socket
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -23,13 +24,15 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from asynchicache.cli.options import DoctorOptions
+from asynchicache.cli.options import DoctorOptions, StoreOptions
 from asynchicache.cli.output import CommandResult, Output
-from asynchicache.config import BACKEND_GROUP, load_factory
-from asynchicache.errors import CacheError
+from asynchicache.config import BACKEND_GROUP, load_factory, open_inventory
+from asynchicache.errors import CacheError, StorageError
 from asynchicache.layouts import ALIGNMENT
 from asynchicache.pools.memory import process_memory
 from asynchicache.pools.slabs import Slab, allocate_slab
+from asynchicache.ports import AsyncioPort
+from asynchicache.storage.labels import StoreFaults
 from asynchicache.transfer.calibration import measured_paths
 from asynchicache.transfer.plan import Direction
 
@@ -81,6 +84,8 @@ class Check(NamedTuple):
 def run(options: DoctorOptions, output: Output) -> CommandResult:
     """Look at everything."""
     found = checks()
+    if options.store:
+        found.append(check_store(options))
     result: dict[str, object] = {"checks": [check._asdict() for check in found]}
     if not options.report:
         return CommandResult(result, present(found))
@@ -268,6 +273,35 @@ def check_ranks(folder: Path | None = None) -> Check:
         return Check("ranks", False, f"no socket to listen on: {error.strerror or error}")
     needs = f"every rank needs asynchicache {_version('asynchicache')} and the group's token"
     return Check("ranks", True, f"Unix sockets and TCP work; {needs}")
+
+
+def check_store(options: DoctorOptions) -> Check:
+    """Whether a store is ours or empty, and keeps what it is given."""
+    engine, given = StoreOptions(path=options.store, option=options.option).engine()
+    try:
+        faults = asyncio.run(_store_faults(engine, given))
+    except StorageError as error:
+        faults = [str(error)]
+    return Check("store", not faults, f"{options.store}: {'; '.join(faults) or 'nothing is wrong'}")
+
+
+async def _store_faults(engine: str, given: Mapping[str, object]) -> list[str]:
+    """
+    Raises:
+        ConfigError, StorageError: as `open_inventory`.
+    """
+    port = AsyncioPort(threads=1)
+    try:
+        inventory = open_inventory(engine, given, port, writes=False)
+        try:
+            if isinstance(inventory, StoreFaults):
+                return await inventory.faults()
+            await inventory.pools()
+            return []
+        finally:
+            await inventory.aclose()
+    finally:
+        await port.aclose()
 
 
 def _fault(entry: EntryPoint) -> str | None:

@@ -231,6 +231,8 @@ class DoctorOptions(CommandOptions, frozen=True):
     """The flags of `doctor`."""
 
     report: Annotated[bool, about("print versions, machine and findings for a bug report")] = False
+    store: Annotated[str, about("look at this store too: a folder or a URL, as of ls")] = ""
+    option: Annotated[tuple[str, ...], about("an option of the store's engine, as name=value")] = ()
     seed: int = 0
 
 

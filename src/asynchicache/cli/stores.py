@@ -22,7 +22,14 @@ from asynchicache.config import open_inventory
 from asynchicache.hashing import namespace_id, namespace_seed
 from asynchicache.ports import AsyncioPort
 from asynchicache.reports import facts
-from asynchicache.storage.labels import Inventory, PageReading, PagesChecked, PoolListing, check_clock
+from asynchicache.storage.labels import (
+    Inventory,
+    PageReading,
+    PagesChecked,
+    PoolListing,
+    check_clock,
+    check_clocks,
+)
 
 T = TypeVar("T")
 
@@ -141,6 +148,7 @@ async def _removed(
         pools = await inventory.pools()
         if now is not None:
             check_clock(pools, now)
+            await check_clocks(inventory, now)
         chosen = [pool for pool in pools if _fits(pool, options) and going(pool)]
         namespace, gone = _namespace(options), []
         with output.bar("removing") as advance:

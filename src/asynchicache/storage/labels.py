@@ -178,3 +178,42 @@ def check_clock(pools: list[PoolListing], now: float) -> None:
             f"the label of {ahead[0].name} was written {label.written - now:,.0f} s from now: a clock is "
             "wrong, so nobody can tell what is in use; nothing was removed"
         )
+
+
+@runtime_checkable
+class StoreClock(Protocol):
+    """An inventory of a store with a clock of its own."""
+
+    async def time(self) -> float:
+        """The store's Unix time, in seconds.
+
+        Raises:
+            StorageError: the store cannot be asked, or refuses.
+        """
+        ...
+
+
+async def check_clocks(inventory: Inventory, now: float) -> None:
+    """
+    Raises:
+        StorageError: this clock is not that of the store.
+    """
+    ahead = now - await inventory.time() if isinstance(inventory, StoreClock) else 0.0
+    if abs(ahead) > _SKEW_SECONDS:
+        raise StorageError(
+            f"this clock is {ahead:,.0f} s from that of the store, so nobody can tell what is in use; "
+            "nothing was removed"
+        )
+
+
+@runtime_checkable
+class StoreFaults(Protocol):
+    """An inventory of a store that can be set up so that it loses pages."""
+
+    async def faults(self) -> list[str]:
+        """What should be set otherwise, in words.
+
+        Raises:
+            StorageError: the store cannot be reached.
+        """
+        ...
