@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from asynchicache.errors import ConfigError
 
 
-class Figures(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Figures:
     """One server of an engine. None: without a limit, or nobody has measured it.
 
     Attributes:
@@ -103,16 +105,17 @@ def figures(measured: Sequence[str], given: Mapping[str, Any]) -> dict[str, Figu
         try:
             report = json.loads(Path(file).read_text("utf-8"))
             name, rates = report["engine"], {key: report[key] for key in ("put_mb_s", "get_mb_s")}
-            found[name] = found[name]._replace(**rates)
+            found[name] = replace(found[name], **rates)
         except (OSError, ValueError, KeyError, TypeError) as error:
             rule = f"must be the JSON of bench storage, of one of {sorted(ENGINES)}"
             raise ConfigError(f"--measured {file}: {rule} ({error!r})") from error
+    known = [one.name for one in fields(Figures)]
     for name, value in given.items():
         engine, _, figure = name.partition(".")
-        if engine not in ENGINES or figure not in Figures._fields:
-            rule = f"must be one of {sorted(ENGINES)}, a dot, and one of {list(Figures._fields)}"
+        if engine not in ENGINES or figure not in known:
+            rule = f"must be one of {sorted(ENGINES)}, a dot, and one of {known}"
             raise ConfigError(f"--rate {name}: {rule}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ConfigError(f"--rate {name}={value}: must be a number above 0")
-        found[engine] = found[engine]._replace(**{figure: float(value)})
+        found[engine] = replace(found[engine], **{figure: float(value)})
     return found

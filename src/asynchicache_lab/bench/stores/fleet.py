@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from asynchicache.errors import ConfigError
 from asynchicache.hashing import ObjectKey, PlacedKey, PlacedPage, naming_page
@@ -153,6 +154,13 @@ class FleetResult:
         return self.hit_tokens / self.prompt_tokens
 
 
+class FleetNode(NamedTuple):
+    """A node: what sends its requests, and its cache."""
+
+    cache: NodeCache
+    player: Player
+
+
 class Fleet:
     """Nodes that a router sends the requests of a trace to.
 
@@ -193,15 +201,13 @@ class Fleet:
             progress: is told of the requests.
         """
         result, rng, stored = FleetResult(), random.Random(self._options.seed), Stored()
-        traffic = Traffic()
-        nodes = [
-            self._node(kind, stored if shared else Stored(), traffic) for _ in range(self._options.nodes)
-        ]
+        first = Traffic()
+        nodes = [self._node(kind, stored if shared else Stored(), first) for _ in range(self._options.nodes)]
         holders: dict[int, int] = {}
         for number, request in enumerate(self._requests):
             if number == len(self._requests) // 2:
-                for one in fields(traffic):
-                    setattr(traffic, one.name, 0)
+                for node in nodes:
+                    node.cache.traffic = result.traffic
             known = self._found.known[number]
             served = self._serve(nodes, request, known, holders, rng)
             if number >= len(self._requests) // 2:
@@ -209,13 +215,12 @@ class Fleet:
                 result.hit_tokens += served.hit_tokens
                 result.store_tokens += served.hit_tokens * (served.tier is Tier.STORAGE)
             progress(number + 1, len(self._requests))
-        result.traffic = traffic
-        result.problems = [text for planner, _ in nodes for text in planner.inventory.verify()]
+        result.problems = [text for node in nodes for text in node.cache.planner.inventory.verify()]
         return result
 
     def _serve(
         self,
-        nodes: Sequence[tuple[Planner, Player]],
+        nodes: Sequence[FleetNode],
         request: TraceRequest,
         known: int,
         holders: dict[int, int],
@@ -231,9 +236,9 @@ class Fleet:
         parts = self._parts
         runs = [(start * parts, count * parts) for start, count in request.runs]
         answer = [(start * parts, count * parts) for start, count in request.answer]
-        return nodes[chosen][1].serve(request._replace(runs=runs, answer=answer), known * parts)
+        return nodes[chosen].player.serve(request._replace(runs=runs, answer=answer), known * parts)
 
-    def _node(self, kind: type[NodeCache], stored: Stored, traffic: Traffic) -> tuple[Planner, Player]:
+    def _node(self, kind: type[NodeCache], stored: Stored, traffic: Traffic) -> FleetNode:
         costs = {name: self._options.slot_bytes[name] for name in self._options.names}
         memory = int(self._options.host_gb * 1e9 / self.copies)
         device = {"kv": (self._found.longest + 1) * self._parts, "mamba": _RUNNING_STATES}
@@ -243,4 +248,5 @@ class Fleet:
         }
         policy = PlannerOptions(write_policy=WritePolicy(self._options.write_policy))
         planner = Planner(self._spec, slots, policy, memory={Tier.HOST: memory})
-        return planner, Player(planner, self._paged, kind(planner, slots, stored, traffic, costs))
+        cache = kind(planner, slots, stored, traffic, costs)
+        return FleetNode(cache, Player(planner, self._paged, cache))
