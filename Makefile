@@ -14,7 +14,7 @@ ARGS    ?=
 DOCS_TOOLS := "mkdocs-material>=9.6,<10" "mkdocs>=1.6,<2"  # the extra `docs`
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev docs engines demo test lab-test coverage mutants house check lint types layers wheel soak gpu bench conformance engines-e2e clients-e2e release release-check clean
+.PHONY: help setup dev docs engines demo test lab-test coverage mutants house check lint types layers wheel soak gpu bench conformance engines-e2e clients-e2e judge release release-check clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 15
@@ -113,6 +113,10 @@ engines-e2e:  ## our adapters in whole engines that serve tiny models, on a CPU;
 # The clients' packages, 1.5 GB, go to .clients once, and the environments of engines-e2e are needed.
 clients-e2e:  ## openai, lm-eval, guidellm and the benchmarks of vLLM and SGLang, unchanged, against `serve`; ARGS="-k openai"
 	$(PYTHON) scripts/clients_e2e.py $(ARGS)
+
+# A few minutes a cache. With a cache's name it judges that one, with --case NAME one case.
+judge: $(TEST)  ## caches of vLLM, SGLang, LMCache and ours through the same faults, on a CPU; ARGS="vllm-fs --case kill"
+	PYTHONPATH=src:scripts $(BIN)/python scripts/judge.py $(ARGS)
 
 # An environment of its own: the site's tools and the library's pins are nobody's business together.
 docs: build/docs-env/.installed  ## the documentation as a site with search, in build/site; fails on a broken link

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -17,7 +18,9 @@ if FOLDER not in os.environ:
 from models import checkpoint  # noqa: E402 - of packages that only this environment has
 from sglang_checks import ROUNDS  # noqa: E402
 from sglang_conversations import Conversations, Turn  # noqa: E402
-from sglang_servers import STATES, ForkServer, Server  # noqa: E402
+from sglang_servers import STATES, Server  # noqa: E402
+
+from asynchicache_lab.judge.servers import Forks, Place, SGLang  # noqa: E402
 
 WITH_STATES = ("qwen3_5_alternating", "qwen3_next_alternating")
 
@@ -36,14 +39,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    server = ForkServer(tmp_path_factory.mktemp("forks"))
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    here = Place(Path(sys.executable), os.environ, "", {})
+    server = Forks(SGLang(), here, tmp_path_factory.mktemp("forks"))
     yield server
     server.close()
 
 
 @pytest.fixture(scope="session")
-def start(forks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+def start(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Start a server: `start(model, arguments, **variables)`, to be used in a `with` block."""
     models = Path(os.environ[FOLDER]) / "models"
     models.mkdir(exist_ok=True)

@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +14,8 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
+
+from asynchicache_lab.judge.servers import Forks
 
 PAGE = 64
 SECONDS = 240.0
@@ -67,36 +67,6 @@ class Answer(NamedTuple):
     seconds: float
 
 
-class ForkServer:
-    """A process that has imported SGLang, and forks servers.
-
-    Args:
-        folder: of the socket and the log.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "forks"
-        self._log = (folder / "forks.log").open("w")
-        command = [sys.executable, "-m", "sglang_fork_server", str(self._path)]
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
-        wait_for(lambda: self._path.exists() or self._process.poll() is not None)
-        if self._process.poll() is not None:
-            raise RuntimeError(f"SGLang cannot be imported: {self._log.name}")
-
-    def fork(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
-        """Return the process of a new server."""
-        order = {"arguments": list(arguments), "environment": dict(environment), "log": str(log)}
-        with socket.socket(socket.AF_UNIX) as door:
-            door.connect(str(self._path))
-            door.sendall(json.dumps(order).encode() + b"\n")
-            return int(door.recv(32))
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._log.close()
-
-
 class Server:
     """One server; a `with` block waits until it is healthy, and stops it.
 
@@ -110,7 +80,7 @@ class Server:
 
     def __init__(
         self,
-        forks: ForkServer,
+        forks: Forks,
         checkpoint: Path,
         arguments: Sequence[str],
         log: Path,

@@ -1,0 +1,1 @@
+"""One suite for caches of language models, over HTTP and by faults, whoever wrote the cache."""
