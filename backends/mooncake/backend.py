@@ -10,13 +10,14 @@ from functools import partial
 from typing import TypeVar
 
 from asynchicache.backends.engine_registry import EngineRegistry
-from asynchicache.backends.mooncake.engine import MooncakeEngine
+from asynchicache.backends.mooncake.engine import LABEL, MooncakeEngine
 from asynchicache.backends.mooncake.joining import join
 from asynchicache.backends.mooncake.large_calls import LARGE_BYTES
 from asynchicache.backends.mooncake.options import MooncakeOptions
 from asynchicache.backends.mooncake.slots import RegisteredMemory, RegisteredSlots
 from asynchicache.backends.mooncake.store import MooncakeClient, MooncakeStore
 from asynchicache.errors import ClosedError
+from asynchicache.hashing import DIGEST_BYTES
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
 
@@ -68,9 +69,22 @@ class MooncakeBackend:
             StorageError: the cluster cannot be joined, or does not answer.
             ClosedError: the backend is closed.
         """
+        client = await self.client()
+        count = await self._run(
+            partial(client.clear, f"{self._options.namespace}:*.{'?' * 2 * DIGEST_BYTES}")
+        )
+        await self._run(partial(client.clear, f"{self._options.namespace}:*.{LABEL}"))
+        return count
+
+    async def client(self) -> MooncakeClient:
+        """The client, which has joined the cluster.
+
+        Raises:
+            StorageError: as `open_pool`.
+            ClosedError: as `open_pool`.
+        """
         self._check_open()
-        client = await self._join()
-        return await self._run(partial(client.clear, f"{self._options.namespace}:*"))
+        return await self._join()
 
     async def aclose(self) -> None:
         self._closed = True

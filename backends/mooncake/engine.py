@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+LABEL = "label"
+"""What the name of a pool's label ends with, where that of a page has its digest."""
+LABEL_BYTES = 4096
+"""Size of a label, with spaces at its end: Mooncake reads objects of a known size."""
+
 
 class MooncakeEngine:
     """One pool in one cluster.
@@ -108,9 +113,21 @@ class MooncakeEngine:
         Raises:
             StorageError: the cluster does not answer.
         """
+        glob = f"{self._namespace}:{self._any_page().pattern()}"
+        return await self._call(partial(self._client.clear, glob))
+
+    async def label(self, label: bytes) -> None:
+        """
+        Raises:
+            StorageError: the label is too long, or the cluster does not take it.
+        """
+        folder = self._any_page().text().rpartition(".")[0]
+        name = f"{self._namespace}:{folder}.{LABEL}"
+        await self._call(partial(self._client.replace, name, label.ljust(LABEL_BYTES)), self._lookups)
+
+    def _any_page(self) -> ObjectKey:
         binding = self._binding
-        any_page = ObjectKey(binding.fingerprint, bytes(DIGEST_BYTES), binding.pool, binding.shard)
-        return await self._call(partial(self._client.clear, f"{self._namespace}:{any_page.pattern()}"))
+        return ObjectKey(binding.fingerprint, bytes(DIGEST_BYTES), binding.pool, binding.shard)
 
     async def aclose(self) -> None:
         """Wait for the running calls, then unregister the memory. Mooncake's own deadlines end each call.

@@ -11,6 +11,8 @@ from asynchicache.options import Natural, Positive, Seconds
 LEAST_SEGMENT_BYTES = 16 << 20
 """Smallest segment that Mooncake accepts."""
 
+DEFAULT_TENANT = "default"
+_ADMIN_PORT = 9003
 _DAY_SECONDS = 86_400
 _ADDRESS = re.compile(r"(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})")
 
@@ -33,6 +35,8 @@ class MooncakeOptions(BackendOptions, frozen=True):
         threads: number of concurrent calls that move pages, and of lookups beside them. Default: 4.
         namespace: prefix of every key; other keys are not touched. Default: `asynchicache`.
         open_seconds: deadline for opening. Default: 10.
+        admin: `host:port` where the leading master lists names, its `--metrics_port`; only `ls`, `verify`,
+            `clear` and `gc` ask it. Default: port 9003 of the master's host.
     """
 
     backend: ClassVar[str] = "mooncake"
@@ -45,10 +49,11 @@ class MooncakeOptions(BackendOptions, frozen=True):
     segment_bytes: int = 0
     replicas: Positive = 1
     soft_pin_seconds: Natural = 0
-    tenant: NamespaceName = "default"
+    tenant: NamespaceName = DEFAULT_TENANT
     threads: Positive = 4
     namespace: NamespaceName = "asynchicache"
     open_seconds: Seconds = 10.0
+    admin: str = ""
 
     def check(self) -> None:
         match = _ADDRESS.fullmatch(self.master)
@@ -58,6 +63,8 @@ class MooncakeOptions(BackendOptions, frozen=True):
             rule = f"must be 0, or at least {LEAST_SEGMENT_BYTES}, the least that Mooncake lends"
             raise self.refused("segment_bytes", self.segment_bytes, rule)
 
+        if self.admin and not _ADDRESS.fullmatch(self.admin):
+            raise self.refused("admin", self.admin, "must be host:port of a Mooncake master's metrics")
         if self.soft_pin_seconds > _DAY_SECONDS:
             rule = f"must be at most {_DAY_SECONDS}, the most that a master grants"
             raise self.refused("soft_pin_seconds", self.soft_pin_seconds, rule)
@@ -67,6 +74,12 @@ class MooncakeOptions(BackendOptions, frozen=True):
         """Host and port of the master; None if `master` is a URL."""
         match = _ADDRESS.fullmatch(self.master)
         return (match["host"].strip("[]"), int(match["port"])) if match else None
+
+    @property
+    def admin_address(self) -> str:
+        """Host and port where the master lists names."""
+        host = self.master.rpartition("://")[2].rpartition(":")[0]
+        return self.admin or f"{host}:{_ADMIN_PORT}"
 
     def setup(self) -> dict[str, str]:
         """The argument of `MooncakeDistributedStore.setup`."""

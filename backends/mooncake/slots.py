@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections import Counter
 from collections.abc import Sequence
 
-from asynchicache.backends.mooncake.store import MooncakeStore
+from asynchicache.backends.mooncake.store import MooncakeStore, address_of
 from asynchicache.errors import StorageError, UsageError
 from asynchicache.storage.protocol import PoolBinding
 
@@ -107,8 +106,3 @@ class RegisteredSlots:
                 f"code {code}; is the pool open elsewhere, or is the limit of locked memory too low (RDMA)?"
             )
         self._bases.append(address)
-
-
-def address_of(view: memoryview) -> int:
-    """Address of a writable view's first byte."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import socket
@@ -39,6 +40,10 @@ class MooncakeStore(Protocol):
     def batch_put_from_multi_buffers(
         self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]], config: Any
     ) -> list[int]: ...
+
+    def upsert_from(self, key: str, buffer_ptr: int, size: int, config: Any) -> int: ...
+
+    def get_size(self, key: str) -> int: ...
 
     def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
 
@@ -108,6 +113,42 @@ class MooncakeClient:
         with self._writes.limited(_total(sizes)):
             return self._ask(keys, partial(put, keys, pointers, sizes, config))
 
+    def replace(self, key: str, data: bytes) -> None:
+        """Store an object that is never evicted, in place of the one before.
+
+        Raises:
+            StorageError: Mooncake refuses.
+        """
+        config = _replicate_config(self._replicas)
+        config.with_hard_pin = True
+        with self.memory(len(data)) as memory:
+            memory[:] = data
+            call = partial(self.store.upsert_from, key, address_of(memory), len(data), config)
+            (code,) = self._ask([key], lambda: [call()])
+        if code != MooncakeCode.OK:
+            raise StorageError(f"Mooncake does not store {key!r}: {name_of(code)}")
+
+    def read(self, key: str, memory: memoryview) -> bytes | None:
+        """An object of the size of `memory`, which is registered; None if there is none."""
+        (code,) = self.get([key], [[address_of(memory)]], [[memory.nbytes]])
+        return bytes(memory) if code == memory.nbytes else None
+
+    @contextmanager
+    def memory(self, nbytes: int) -> Iterator[memoryview]:
+        """Registered memory for calls that are no cache's.
+
+        Raises:
+            StorageError: Mooncake does not register it.
+        """
+        memory = memoryview(bytearray(nbytes))
+        code = self.store.register_buffer(address_of(memory), nbytes)
+        if code != MooncakeCode.OK:
+            raise StorageError(f"Mooncake does not register {nbytes} bytes: {name_of(code)}")
+        try:
+            yield memory
+        finally:
+            self.store.unregister_buffer(address_of(memory))
+
     def remove(self, keys: list[str]) -> list[int]:
         """Remove keys, ignoring readers' leases. Returns 0 or a negative code per key."""
         return self._ask(keys, partial(self.store.batch_remove, keys, True))
@@ -157,6 +198,11 @@ class MooncakeClient:
         if away != self._master_away:
             logger.warning("Mooncake's master %s", "does not answer" if away else "answers again")
         self._master_away = away
+
+
+def address_of(view: memoryview) -> int:
+    """Address of a writable view's first byte."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def _total(sizes: list[list[int]]) -> int:

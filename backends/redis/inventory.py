@@ -15,7 +15,6 @@ from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.wire import Wire
 from asynchicache.errors import StorageError
 from asynchicache.hashing import DIGEST_BYTES, NAMESPACE_BYTES
-from asynchicache.layouts import HEADER_BYTES
 from asynchicache.ports import Port
 from asynchicache.storage.binding import read_frame
 from asynchicache.storage.labels import PagesChecked, PoolLabel, PoolListing, read_label
@@ -53,15 +52,8 @@ class RedisInventory:
                     pages[folder][bytes.fromhex(digest)[:NAMESPACE_BYTES]] += 1
             labels |= {self._parsed(name)[0]: label for name, label in found.items()}
         return [
-            self._listing(folder, pages[folder], labels.get(folder)) for folder in sorted({*pages, *labels})
+            PoolListing.of(folder, pages[folder], labels.get(folder)) for folder in sorted({*pages, *labels})
         ]
-
-    @staticmethod
-    def _listing(folder: str, pages: Counter[bytes], label: PoolLabel | None) -> PoolListing:
-        fingerprint, _, rest = folder.partition(".")
-        pool, _, shard = rest.partition(".")
-        nbytes = 0 if label is None else pages.total() * (HEADER_BYTES + label.page_bytes)
-        return PoolListing(folder, pool, shard, fingerprint, dict(pages), nbytes, label)
 
     def _glob(self, text: str) -> str:
         return f"{self._options.namespace}:{text}"

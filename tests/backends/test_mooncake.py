@@ -14,8 +14,8 @@ from asynchicache import HybridCache, Tier
 from asynchicache.backends.mooncake import MooncakeOptions, open_backend
 from asynchicache.backends.mooncake import backend as backend_module
 from asynchicache.backends.mooncake.codes import MooncakeCode
-from asynchicache.backends.mooncake.slots import address_of
-from asynchicache.backends.mooncake.store import MooncakeClient, MooncakeStore
+from asynchicache.backends.mooncake.engine import LABEL, LABEL_BYTES
+from asynchicache.backends.mooncake.store import MooncakeClient, MooncakeStore, address_of
 from asynchicache.errors import ClosedError, ConfigError, StorageError, UsageError
 from asynchicache.ports import AsyncioPort
 from asynchicache.types import Outcome
@@ -71,6 +71,27 @@ async def test_clear_stays_in_its_namespace(mooncake: Cluster, mooncake_store: M
             name: sum(await bench.engine.exists(bench.keys(1, 2))) for name, (_, bench) in benches.items()
         }
     assert there == {"a.b": 0, "a.bc": 2, "axb": 2, "xa.b": 2}
+
+
+@on_mooncake
+@pytest.mark.asyncio
+async def test_a_label_is_replaced_even_while_somebody_reads_it(
+    mooncake: Cluster, mooncake_store: MooncakeStore
+) -> None:
+    namespace = next(namespaces)
+    async with backend_of(mooncake, mooncake_store, namespace=namespace) as backend:
+        bench = await open_bench(backend)
+        await bench.put(bench.keys(1), [0])
+        name = f"{namespace}:{bench.keys(1)[0].text().rpartition('.')[0]}.{LABEL}"
+        client = await backend.client()
+        for words in (b"one", b"two, longer"):
+            await bench.engine.label(words)
+            with client.memory(LABEL_BYTES) as memory:
+                assert (client.read(name, memory) or b"").rstrip() == words  # it has a lease now
+        assert await bench.engine.clear() == 1
+        assert client.exists([name]) == [1]
+        assert await backend.clear() == 0
+        assert client.exists([name]) == [0]
 
 
 @pytest.mark.asyncio

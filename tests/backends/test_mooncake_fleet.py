@@ -14,6 +14,7 @@ import pytest
 
 from asynchicache import HybridCache, PoolLimits, Tier
 from asynchicache.backends.mooncake import MooncakeBackend, MooncakeOptions
+from asynchicache.backends.mooncake.engine import LABEL
 from asynchicache.backends.mooncake.joining import join
 from asynchicache.backends.mooncake.store import MooncakeStore
 from asynchicache.errors import StorageError
@@ -133,7 +134,12 @@ async def test_pinned_pages_stay_and_the_others_go(crowded: Cluster) -> None:
         benches = [await open_bench(backend) for backend in (pinning, plain)]
         for bench in benches:
             assert await bench.put(bench.keys(*range(20)), range(20)) == [STORED] * 20
+        await benches[1].engine.label(b"first")
+        await benches[1].engine.label(b"second")
         await crowd(plain, lambda: asyncio.sleep(0))
+        client = await plain.client()
+        folder = benches[1].keys(0)[0].text().rpartition(".")[0]
+        assert client.exists([f"pin0:{folder}.{LABEL}"]) == [1]
         there = [await bench.engine.exists(bench.keys(*range(20))) for bench in benches]
     assert there == [b"\1" * 20, bytes(20)]
 

@@ -10,8 +10,8 @@ import pytest
 from asynchicache.backends.mooncake.codes import MooncakeCode
 from asynchicache.backends.mooncake.joining import join
 from asynchicache.backends.mooncake.options import MooncakeOptions
-from asynchicache.backends.mooncake.slots import RegisteredMemory, RegisteredSlots, address_of
-from asynchicache.backends.mooncake.store import MooncakeClient, MooncakeStore
+from asynchicache.backends.mooncake.slots import RegisteredMemory, RegisteredSlots
+from asynchicache.backends.mooncake.store import MooncakeClient, MooncakeStore, address_of
 from asynchicache.testing.backends import SlotSlab, slab_of
 from storage.mooncake_cluster import Cluster, binding_of, cluster, own_network
 

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import msgspec
 import pytest
 
 from asynchicache import HybridCache
+from asynchicache.backends.mooncake import MooncakeOptions
+from asynchicache.backends.mooncake.engine import LABEL_BYTES
+from asynchicache.backends.mooncake.joining import join
+from asynchicache.backends.mooncake.store import MooncakeClient
 from asynchicache.cli.main import main
 from asynchicache.hashing import namespace_id, namespace_seed
 from asynchicache.storage.labels import PoolLabel
 from cache.engine import SPEC, Engine, config
 from engines import module
 from storage.file_stores import SLOTS_AT
+from storage.mooncake_cluster import Cluster, cluster, own_network
 from storage.redis_servers import RedisServer
 
 PROMPT = list(range(100, 120))
@@ -32,14 +39,36 @@ WEEK = 7 * 86400.0
 class Store:
     """A store that caches fill."""
 
-    def __init__(self, engine: str, path: Path, server: RedisServer | None = None) -> None:
+    def __init__(
+        self, engine: str, path: Path, server: RedisServer | None = None, cluster: Cluster | None = None
+    ) -> None:
         self.server = server
+        self.cluster = cluster
         self.path = path
         self.url = str(path) if engine == "file" else f"file://{path}"
         if server is not None:
             self.url = server.url
         options = {"path": str(path)} if engine == "file" else {"url": self.url}
+        self.where = [self.url]
+        if cluster is not None:
+            options = cluster.options(namespace=path.parent.name)
+            words = {**options, "admin": f"127.0.0.1:{cluster.admin_port}"}
+            self.where = [f"mooncake://{words.pop('master')}"]
+            self.where += [f"--option={name}={value}" for name, value in words.items()]
         self.options: dict[str, Any] = {"storage": engine, "storage_options": options}
+
+    @contextmanager
+    def mooncake(self, last: str) -> Iterator[tuple[MooncakeClient, list[str]]]:
+        """A client, and the names of objects that end so."""
+        assert self.cluster is not None
+        with urlopen(f"http://127.0.0.1:{self.cluster.admin_port}/get_all_keys") as answer:
+            names = answer.read().decode().split()
+        store = join(MooncakeOptions.of(self.options["storage_options"]))
+        yield (
+            MooncakeClient(store, None, 1),
+            [name for name in names if re.fullmatch(f"{self.path.parent.name}:.*{last}", name)],
+        )
+        store.close()
 
     def fill(self, weights: str, namespaces: tuple[str | None, ...] = (None,), seconds: float = WEEK) -> None:
         async def serve() -> None:
@@ -65,6 +94,12 @@ class Store:
                 name = max(client.keys("*.kv.*"), key=client.strlen)
                 client.setrange(name, client.strlen(name) - 1, b"\xa5")
             return
+        if self.cluster is not None:
+            with self.mooncake(r"[.]kv[.]\w{80}") as (client, names):
+                with client.memory(client.store.get_size(names[-1])) as memory:
+                    client.read(names[-1], memory)
+                    client.replace(names[-1], bytes(memory[:-1]) + b"\xa5")
+            return
         if self.options["storage"] == "file":
             path = next(iter(self.path.glob("kv-*/00000.pages")))
             with changing(path) as data:
@@ -83,6 +118,13 @@ class Store:
                 for name in client.keys("*.label"):
                     data = change(msgspec.json.decode(client.get(name), type=PoolLabel))
                     client.delete(name) if data is None else client.set(name, data)
+        if self.cluster is not None:
+            with self.mooncake("[.]label") as (client, names):
+                for name in names:
+                    with client.memory(LABEL_BYTES) as memory:
+                        old = client.read(name, memory)
+                    data = change(msgspec.json.decode(old or b"", type=PoolLabel))
+                    client.remove([name]) if data is None else client.replace(name, data.ljust(LABEL_BYTES))
         for path in self.path.glob("*/label.json"):
             data = change(msgspec.json.decode(path.read_bytes(), type=PoolLabel))
             path.unlink() if data is None else path.write_bytes(data)
@@ -93,12 +135,20 @@ class Store:
         "file",
         pytest.param("object", marks=pytest.mark.engine("object")),
         pytest.param("redis", marks=pytest.mark.engine("redis")),
+        pytest.param("mooncake", marks=pytest.mark.engine("mooncake")),
     ]
 )
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     with ExitStack() as stack:
         server = stack.enter_context(RedisServer(tmp_path)) if request.param == "redis" else None
-        yield Store(request.param, tmp_path / "pages", server)
+        made = stack.enter_context(made_cluster()) if request.param == "mooncake" else None
+        yield Store(request.param, tmp_path / "pages", server, made)
+
+
+@contextmanager
+def made_cluster() -> Iterator[Cluster]:
+    with own_network(), cluster() as made:
+        yield made
 
 
 @contextmanager
@@ -118,7 +168,7 @@ def test_ls_says_whose_pages_they_are(store: Store, capsys: pytest.CaptureFixtur
     store.fill("w1", (None, "tenant"))
     store.fill("w2")
 
-    code, found = run(capsys, "ls", store.url)
+    code, found = run(capsys, "ls", *store.where)
 
     assert code == 0
     assert found["pages"] == 3 * PAGES
@@ -133,9 +183,9 @@ def test_ls_says_whose_pages_they_are(store: Store, capsys: pytest.CaptureFixtur
     assert all(0 < one["until"] - time.time() <= WEEK for one in found["pools"])
     tenant = namespace_id(namespace_seed("tenant")).hex()
     assert {one["namespaces"].get(tenant) for one in found["pools"]} == {5, 1, None}
-    _, found = run(capsys, "ls", store.url, "--namespace", "tenant")
+    _, found = run(capsys, "ls", *store.where, "--namespace", "tenant")
     assert found["pages"] == PAGES
-    assert main(["ls", store.url, "--version", "w2"]) == 0
+    assert main(["ls", *store.where, "--version", "w2"]) == 0
     shown = capsys.readouterr().out
     assert "w2" in shown
     assert "w1" not in shown
@@ -144,9 +194,9 @@ def test_ls_says_whose_pages_they_are(store: Store, capsys: pytest.CaptureFixtur
 def test_verify_reads_every_page(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     store.fill("w1", (None, "tenant"))
 
-    code, whole = run(capsys, "verify", store.url)
+    code, whole = run(capsys, "verify", *store.where)
     store.damage()
-    damaged_code, damaged = run(capsys, "verify", store.url)
+    damaged_code, damaged = run(capsys, "verify", *store.where)
 
     assert (code, whole["pages"], whole["corrupt"]) == (0, 2 * PAGES, 0)
     assert whole["bytes"] > 0
@@ -157,15 +207,15 @@ def test_gc_removes_what_nobody_uses_any_more(store: Store, capsys: pytest.Captu
     store.fill("old", seconds=1e-3)
     store.fill("new")
 
-    _, would = run(capsys, "gc", store.url, "--dry-run")
-    assert run(capsys, "ls", store.url)[1]["pages"] == 2 * PAGES
-    code, result = run(capsys, "gc", store.url, "--per-second", "1000")
+    _, would = run(capsys, "gc", *store.where, "--dry-run")
+    assert run(capsys, "ls", *store.where)[1]["pages"] == 2 * PAGES
+    code, result = run(capsys, "gc", *store.where, "--per-second", "1000")
 
     assert code == 0
     assert (would["pools"], would["dry_run"]) == (result["pools"], True)
     assert (result["pages"], len(result["pools"]), len(result["kept"])) == (PAGES, 2, 2)
     assert (store.hits("old"), store.hits("new")) == (0, 20)
-    assert run(capsys, "gc", store.url)[1]["pools"] == []
+    assert run(capsys, "gc", *store.where)[1]["pools"] == []
 
 
 @pytest.mark.parametrize("change", ["missing", "damaged", "newer", "later"])
@@ -183,12 +233,12 @@ def test_gc_leaves_alone_what_it_does_not_know(
     }
     store.relabel(changes[change])
 
-    code = main(["gc", store.url])
+    code = main(["gc", *store.where])
 
     shown = capsys.readouterr()
     assert code == (1 if change == "later" else 0)
     assert "a clock is wrong" in shown.err or change != "later"
-    assert run(capsys, "ls", store.url)[1]["pages"] == PAGES
+    assert run(capsys, "ls", *store.where)[1]["pages"] == PAGES
     assert store.hits("old") == 20
 
 
@@ -215,15 +265,15 @@ def test_clear_takes_a_namespace_a_model_or_weights(store: Store, capsys: pytest
     store.fill("w1", (None, "tenant"))
     store.fill("w2", ("tenant",))
 
-    assert run(capsys, "clear", store.url, "--model", "another")[1]["pools"] == []
-    _, result = run(capsys, "clear", store.url, "--namespace", "tenant", "--version", "w1", "--dry-run")
-    assert (result["pages"], run(capsys, "ls", store.url)[1]["pages"]) == (PAGES, 3 * PAGES)
-    _, result = run(capsys, "clear", store.url, "--namespace", "tenant", "--version", "w1")
+    assert run(capsys, "clear", *store.where, "--model", "another")[1]["pools"] == []
+    _, result = run(capsys, "clear", *store.where, "--namespace", "tenant", "--version", "w1", "--dry-run")
+    assert (result["pages"], run(capsys, "ls", *store.where)[1]["pages"]) == (PAGES, 3 * PAGES)
+    _, result = run(capsys, "clear", *store.where, "--namespace", "tenant", "--version", "w1")
 
     assert (result["pages"], result["bytes"]) == (PAGES, None)
     assert (store.hits("w1"), store.hits("w1", "tenant"), store.hits("w2", "tenant")) == (20, 0, 20)
-    run(capsys, "clear", store.url, "--model", SPEC.model)
-    assert run(capsys, "ls", store.url)[1]["pools"] == []
+    run(capsys, "clear", *store.where, "--model", SPEC.model)
+    assert run(capsys, "ls", *store.where)[1]["pools"] == []
 
 
 def test_a_file_store_that_is_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,7 +305,7 @@ def test_an_object_store_is_cleaned_beside_a_cache(
 
     assert asyncio.run(beside()) == 20
     assert "removed" in capsys.readouterr().out
-    assert run(capsys, "ls", store.url)[1]["pages"] == PAGES
+    assert run(capsys, "ls", *store.where)[1]["pages"] == PAGES
 
 
 @pytest.mark.parametrize(
@@ -263,7 +313,9 @@ def test_an_object_store_is_cleaned_beside_a_cache(
     [
         (["verify", "s3://bucket/x", "--repair"], 2, "for file stores"),
         (["verify", "/nowhere", "--model", "m"], 2, "leave filters out"),
-        (["ls", "mooncake://127.0.0.1:1"], 2, "cannot be listed"),
+        (["ls", "mooncake://somewhere"], 2, "must be host:port"),
+        (["ls", "mooncake://127.0.0.1:1", "--option", "admin=127.0.0.1:1"], 1, "--metrics_port"),
+        (["ls", "mooncake://127.0.0.1:1", "--option", "tenant=a"], 1, "do not list what tenants have"),
         (["ls"], 2, "required: PATH"),
         (["ls", "/nowhere/at/all"], 1, "does not exist"),
         (["gc", "/nowhere", "--per-second", "-1"], 2, "--per-second"),

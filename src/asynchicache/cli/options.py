@@ -143,7 +143,7 @@ class TopOptions(CommandOptions, frozen=True):
     seed: int = 0
 
 
-_REMOTE = {"rediss": "redis", "valkey": "redis", "valkeys": "redis", "unix": "redis", "mooncake": "mooncake"}
+_REMOTE = {"rediss": "redis", "valkey": "redis", "valkeys": "redis", "unix": "redis"}
 
 
 _FILTERS = ("pool", "fingerprint", "model", "version", "namespace")
@@ -152,7 +152,9 @@ _FILTERS = ("pool", "fingerprint", "model", "version", "namespace")
 class StoreOptions(CommandOptions, frozen=True):
     """Which store is meant, and which of its pools."""
 
-    path: Annotated[str, about("folder of files, or URL of an object store or a Redis", positional=True)] = ""
+    path: Annotated[
+        str, about("folder of files, or URL of an object store, a Redis or a Mooncake", positional=True)
+    ] = ""
     option: Annotated[tuple[str, ...], about("an option of the storage engine, as name=value")] = ()
     pool: Annotated[str, about("only pools of this name")] = ""
     fingerprint: Annotated[str, about("only pools whose fingerprint begins with this, in hex")] = ""
@@ -176,6 +178,8 @@ class StoreOptions(CommandOptions, frozen=True):
         options = named_values("--option", self.option)
         if not found:
             return "file", {"path": self.path, **options}
+        if scheme == "mooncake":
+            return "mooncake", {"master": self.path.removeprefix("mooncake://"), **options}
         if scheme in ("redis", *_REMOTE):
             return _REMOTE.get(scheme, "redis"), {"url": self.path, **options}
         return "object", {"url": self.path, **options}

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from asynchicache.errors import StorageError
+from asynchicache.layouts import HEADER_BYTES
 from asynchicache.storage.protocol import PoolBinding
 
 LABEL_FORMAT = 1
@@ -104,6 +105,14 @@ class PoolListing(NamedTuple):
     pages: dict[bytes, int]
     nbytes: int
     label: PoolLabel | None = None
+
+    @classmethod
+    def of(cls, name: str, pages: dict[bytes, int], label: PoolLabel | None) -> PoolListing:
+        """The pool that a name says, for stores that know no sizes."""
+        fingerprint, _, rest = name.partition(".")
+        pool, _, shard = rest.partition(".")
+        nbytes = 0 if label is None else sum(pages.values()) * (HEADER_BYTES + label.page_bytes)
+        return cls(name, pool, shard, fingerprint, dict(pages), nbytes, label)
 
     def state(self, now: float) -> str:
         """`live`, `expired`, or `unknown`: nobody knows who reads it, so it stays."""

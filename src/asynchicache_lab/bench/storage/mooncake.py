@@ -9,7 +9,7 @@ from typing import Any
 
 from asynchicache.backends.mooncake.joining import join
 from asynchicache.backends.mooncake.options import MooncakeOptions
-from asynchicache.backends.mooncake.slots import address_of
+from asynchicache.backends.mooncake.store import address_of
 from asynchicache.errors import ConfigError, StorageError
 from asynchicache_lab.bench.storage.limits import Peer, PlainClient, Setup
 
