@@ -15,7 +15,7 @@ from pathlib import Path
 from asynchicache.backends.engine_registry import EngineRegistry
 from asynchicache.backends.hf3fs.datafile import DataFile, DataPath
 from asynchicache.backends.hf3fs.engine import Hf3fsEngine
-from asynchicache.backends.hf3fs.folder import claim_folder
+from asynchicache.backends.hf3fs.folder import LABEL, PAGES, claim_folder
 from asynchicache.backends.hf3fs.metadata.local import LocalNames
 from asynchicache.backends.hf3fs.metadata.namespace import MetadataNamespace
 from asynchicache.backends.hf3fs.metadata.words import NameStore
@@ -23,6 +23,7 @@ from asynchicache.backends.hf3fs.options import Hf3fsOptions, Io
 from asynchicache.backends.hf3fs.posix import PosixPath
 from asynchicache.backends.hf3fs.usrbio import UsrbioPath, load_usrbio
 from asynchicache.errors import ClosedError, StorageError
+from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
 
@@ -50,7 +51,7 @@ class Hf3fsBackend:
         self._options = options
         self._port = port
         self._usrbio = load_usrbio() if options.io is Io.USRBIO else None
-        self._names = _names(options, port)
+        self._names = names_of(options, port)
         self._engines: EngineRegistry[Hf3fsEngine] = EngineRegistry()
         self._closed = False
 
@@ -92,6 +93,7 @@ class Hf3fsBackend:
             self._port,
             MetadataNamespace(self._names, opened, name, frame_bytes),
             data,
+            label=options.path / f"{name}{LABEL}",
             writes=options.replicated_writer or bool(binding.shard),
             concurrency=options.workers,
         )
@@ -100,7 +102,7 @@ class Hf3fsBackend:
         options = self._options
         claim_folder(options.path, store)
         file = DataFile(
-            options.path / f"{name}.pages",
+            options.path / f"{name}{PAGES}",
             binding.header_bytes + binding.slot_bytes,
             slots,
             direct=options.direct and options.io is Io.POSIX,
@@ -119,7 +121,13 @@ class Hf3fsBackend:
         return f"<Hf3fsBackend {self._options.path}, {self._names.where}: {len(self._engines)} pools>"
 
 
-def _names(options: Hf3fsOptions, port: Port) -> NameStore:
+def names_of(options: Hf3fsOptions, port: Port) -> NameStore:
+    """Where names and reservations are kept.
+
+    Raises:
+        ConfigError: option `metadata` is no URL of a server, or breaks a rule of the redis backend.
+        StorageError: a required library is not installed.
+    """
     if not options.remote:
         return LocalNames(Path(options.metadata).expanduser(), port, options.metadata_seconds)
     try:
@@ -130,7 +138,7 @@ def _names(options: Hf3fsOptions, port: Port) -> NameStore:
     return open_names(words, port)
 
 
-def namespace_name(binding: PoolBinding) -> str:
+def namespace_name(binding: PoolBinding | ObjectKey) -> str:
     """A name unique to the pool, shard and fingerprint, for the file and for its namespace.
 
     Raises:

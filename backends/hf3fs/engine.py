@@ -6,10 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 from uuid import uuid4
 
 from asynchicache.backends.closing import off_the_loop
 from asynchicache.backends.hf3fs.datafile import DataPath, Frame
+from asynchicache.backends.hf3fs.folder import replace_file
 from asynchicache.backends.hf3fs.metadata.namespace import MetadataNamespace
 from asynchicache.backends.hf3fs.metadata.words import Claim, SlotVersion
 from asynchicache.errors import ClosedError, StorageError
@@ -36,6 +38,7 @@ class Hf3fsEngine:
         port: threads and clock.
         namespace: the pool's pages in the store of names.
         data: moves bytes; closed by `aclose`.
+        label: path of the pool's label.
         writes: whether this rank writes; otherwise puts return EXISTS or REJECTED.
         concurrency: number of concurrent batches.
     """
@@ -47,6 +50,7 @@ class Hf3fsEngine:
         namespace: MetadataNamespace,
         data: DataPath,
         *,
+        label: Path,
         writes: bool,
         concurrency: int,
     ) -> None:
@@ -58,6 +62,7 @@ class Hf3fsEngine:
         self._port = port
         self._namespace = namespace
         self._data = data
+        self._label = label
         self._writes = writes
         self._failures = FailureLog(logger)
         self._calls: set[asyncio.Task[list[Outcome]]] = set()
@@ -108,6 +113,17 @@ class Hf3fsEngine:
         names = await self._namespace.leaving(pages)
         own = self._binding
         return [ObjectKey(own.fingerprint, bytes.fromhex(name), own.pool, own.shard) for name in names]
+
+    async def label(self, label: bytes) -> None:
+        """
+        Raises:
+            StorageError: the folder cannot be written.
+        """
+        self._check_open()
+        try:
+            await self._port.run_blocking(partial(replace_file, self._label, label))
+        except OSError as error:
+            raise StorageError(f"{self._label} cannot be written: {error.strerror}") from error
 
     async def clear(self) -> int:
         """Drop all pages of this pool, shard and fingerprint only. Returns their number.

@@ -7,6 +7,9 @@ from uuid import uuid4
 
 from asynchicache.errors import StorageError, StorageFormatError
 
+PAGES, LABEL = ".pages", ".label"
+"""What the names of a pool's files end with."""
+
 _MARKER = "STORE"
 _MAGIC = "asynchicache hf3fs store"
 _FORMAT = 3
@@ -48,10 +51,15 @@ def _check_empty(folder: Path) -> None:
 
 
 def _write_marker(marker: Path, store: str) -> None:
-    """Write the marker atomically. If two stores race, the later one wins; the check detects this."""
-    draft = marker.with_name(f"{_MARKER}.{uuid4().hex}")
-    draft.write_text(f"{_MAGIC} {_FORMAT} {store}\n", "utf-8")
-    draft.replace(marker)
+    """Write the marker. If two stores race, the later one wins; the check detects this."""
+    replace_file(marker, f"{_MAGIC} {_FORMAT} {store}\n".encode())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a small file at once, in place of the one before."""
+    draft = path.with_name(f"{_MARKER}.{uuid4().hex}")
+    draft.write_bytes(data)
+    draft.replace(path)
 
 
 def _check_marker(marker: Path, store: str) -> None:

@@ -43,7 +43,7 @@ _OWN_BACKENDS = {
 }
 """Found without installed metadata too: a source tree on the path has none."""
 
-_LISTED = ("file", "mooncake", "object", "redis")
+_LISTED = ("file", "hf3fs", "mooncake", "object", "redis")
 """Backends with an inventory."""
 
 _EXTRAS = {

@@ -22,6 +22,7 @@ from asynchicache.backends.mooncake.joining import join
 from asynchicache.backends.mooncake.store import MooncakeClient
 from asynchicache.cli.main import main
 from asynchicache.hashing import namespace_id, namespace_seed
+from asynchicache.layouts import HEADER_BYTES
 from asynchicache.storage.labels import PoolLabel
 from cache.engine import SPEC, Engine, config
 from engines import module
@@ -50,6 +51,10 @@ class Store:
             self.url = server.url
         options = {"path": str(path)} if engine == "file" else {"url": self.url}
         self.where = [self.url]
+        if engine == "hf3fs":
+            metadata = server.url if server is not None else str(path.parent / "names")
+            options = {"path": str(path), "metadata": metadata, "capacity_bytes": 1 << 20}
+            self.where = [f"hf3fs://{path}", f"--option=metadata={metadata}"]
         if cluster is not None:
             options = cluster.options(namespace=path.parent.name)
             words = {**options, "admin": f"127.0.0.1:{cluster.admin_port}"}
@@ -89,6 +94,10 @@ class Store:
 
     def damage(self) -> None:
         """Change a bit in the last page of the largest file or value."""
+        if self.options["storage"] == "hf3fs":
+            with changing(next(self.path.glob("*.kv.pages"))) as data:
+                data[HEADER_BYTES] ^= 1
+            return
         if self.server is not None:
             with module("redis").Redis.from_url(self.url) as client:
                 name = max(client.keys("*.kv.*"), key=client.strlen)
@@ -125,24 +134,26 @@ class Store:
                         old = client.read(name, memory)
                     data = change(msgspec.json.decode(old or b"", type=PoolLabel))
                     client.remove([name]) if data is None else client.replace(name, data.ljust(LABEL_BYTES))
-        for path in self.path.glob("*/label.json"):
+        for path in [*self.path.glob("*/label.json"), *self.path.glob("*.label")]:
             data = change(msgspec.json.decode(path.read_bytes(), type=PoolLabel))
             path.unlink() if data is None else path.write_bytes(data)
 
 
-@pytest.fixture(
-    params=[
-        "file",
-        pytest.param("object", marks=pytest.mark.engine("object")),
-        pytest.param("redis", marks=pytest.mark.engine("redis")),
-        pytest.param("mooncake", marks=pytest.mark.engine("mooncake")),
-    ]
-)
+SHARED = [
+    pytest.param("object", marks=pytest.mark.engine("object")),
+    pytest.param("redis", marks=pytest.mark.engine("redis")),
+    pytest.param("mooncake", marks=pytest.mark.engine("mooncake")),
+    "hf3fs",
+    pytest.param("hf3fs-redis", marks=pytest.mark.engine("redis")),
+]
+
+
+@pytest.fixture(params=["file", *SHARED])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     with ExitStack() as stack:
-        server = stack.enter_context(RedisServer(tmp_path)) if request.param == "redis" else None
+        server = stack.enter_context(RedisServer(tmp_path)) if "redis" in request.param else None
         made = stack.enter_context(made_cluster()) if request.param == "mooncake" else None
-        yield Store(request.param, tmp_path / "pages", server, made)
+        yield Store(request.param.removesuffix("-redis"), tmp_path / "pages", server, made)
 
 
 @contextmanager
@@ -214,6 +225,8 @@ def test_gc_removes_what_nobody_uses_any_more(store: Store, capsys: pytest.Captu
     assert code == 0
     assert (would["pools"], would["dry_run"]) == (result["pools"], True)
     assert (result["pages"], len(result["pools"]), len(result["kept"])) == (PAGES, 2, 2)
+    if store.options["storage"] == "hf3fs":
+        assert len(list(store.path.glob("*.pages"))) == 2
     assert (store.hits("old"), store.hits("new")) == (0, 20)
     assert run(capsys, "gc", *store.where)[1]["pools"] == []
 
@@ -289,17 +302,14 @@ def test_a_file_store_that_is_in_use_is_refused(tmp_path: Path, capsys: pytest.C
     assert store.hits("test") == 20
 
 
-@pytest.mark.engine("object")
-def test_an_object_store_is_cleaned_beside_a_cache(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = Store("object", tmp_path / "pages")
+@pytest.mark.parametrize("store", SHARED, indirect=True)
+def test_a_shared_store_is_cleaned_beside_a_cache(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     store.fill("old", seconds=1e-3)
 
     async def beside() -> int:
         async with HybridCache.open(SPEC, config(weight_version="new", **store.options)) as cache:
             await Engine(cache).serve(PROMPT)
-            assert await asyncio.to_thread(main, ["gc", store.url]) == 0
+            assert await asyncio.to_thread(main, ["gc", *store.where]) == 0
             async with cache.request([*PROMPT, 1]) as request:
                 return (await request.prefetch()).tokens
 
@@ -313,6 +323,8 @@ def test_an_object_store_is_cleaned_beside_a_cache(
     [
         (["verify", "s3://bucket/x", "--repair"], 2, "for file stores"),
         (["verify", "/nowhere", "--model", "m"], 2, "leave filters out"),
+        (["ls", "hf3fs:///nowhere"], 2, "option metadata is missing"),
+        (["ls", "hf3fs:///nowhere", "--option=metadata=/nowhere"], 1, "/nowhere does not exist"),
         (["ls", "mooncake://somewhere"], 2, "must be host:port"),
         (["ls", "mooncake://127.0.0.1:1", "--option", "admin=127.0.0.1:1"], 1, "--metrics_port"),
         (["ls", "mooncake://127.0.0.1:1", "--option", "tenant=a"], 1, "do not list what tenants have"),

@@ -153,7 +153,8 @@ class StoreOptions(CommandOptions, frozen=True):
     """Which store is meant, and which of its pools."""
 
     path: Annotated[
-        str, about("folder of files, or URL of an object store, a Redis or a Mooncake", positional=True)
+        str,
+        about("folder of files, or URL of an object store, a Redis, a Mooncake or a 3FS", positional=True),
     ] = ""
     option: Annotated[tuple[str, ...], about("an option of the storage engine, as name=value")] = ()
     pool: Annotated[str, about("only pools of this name")] = ""
@@ -178,6 +179,8 @@ class StoreOptions(CommandOptions, frozen=True):
         options = named_values("--option", self.option)
         if not found:
             return "file", {"path": self.path, **options}
+        if scheme == "hf3fs":
+            return "hf3fs", {"path": self.path.removeprefix("hf3fs://"), **options}
         if scheme == "mooncake":
             return "mooncake", {"master": self.path.removeprefix("mooncake://"), **options}
         if scheme in ("redis", *_REMOTE):
