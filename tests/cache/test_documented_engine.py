@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asynchicache import CacheConfig, HybridCache
+from asynchicache import CacheConfig, HybridCache, PrefetchOptions, PrefetchPolicy
 from soaking import first
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -31,6 +31,7 @@ async def test_many_prompts_at_once_after_a_restart(
         device_slots={"kv": 100, "mamba": 16},
         host_slots={"kv": 16 * 20 // share, "mamba": 32 // share},
         weight_version="1",
+        prefetch=PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE),  # however slow this machine is
         storage=backend,
         storage_options={"path": str(tmp_path)} if backend == "file" else {"name": f"documented {share}"},
     )
