@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from asynchicache import HybridCache
 from asynchicache.errors import StorageError
 from asynchicache.testing.backends import PoolUnderTest
 from asynchicache.types import Outcome
+from cache.engine import SPEC, Engine, config
 from engines import executable
 from storage.listening import listening
 from storage.object_servers import FRAME_BYTES, bench_at
@@ -263,6 +265,23 @@ async def test_a_store_with_room_for_few_requests_loses_no_page(scheme: str, sta
         for key, slot in zip(keys, slots, strict=True):
             assert await bench.get([key], [slot]) == [HIT]
         assert store.refused == before
+
+
+async def test_a_cache_before_a_throttled_store_keeps_its_hits(scheme: str) -> None:
+    store, prompt = HostileStore(scheme), list(range(64))
+    async with listening(store.serve) as store.port:
+        chosen = config(storage="object", storage_options=store.options)
+        async with HybridCache.open(SPEC, chosen) as cache:
+            store.room, store.refusal = 2, response("503 Slow Down")
+            await Engine(cache).serve(prompt)
+            await cache.drain()
+        store.room = 10**9  # to open what is there
+        async with HybridCache.open(SPEC, chosen) as cache:
+            store.room, store.refused = 2, 0
+            assert (await Engine(cache).serve([*prompt, 64])).tokens == len(prompt)
+            pools = cache.statistics().storage
+    assert store.refused
+    assert {pool.opened for pool in pools.values()} == {0}, "no breaker"
 
 
 @pytest.mark.parametrize("virtual_hosted", [False, True])

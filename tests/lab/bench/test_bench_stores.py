@@ -10,10 +10,11 @@ import pytest
 
 from asynchicache.cli.main import main
 from asynchicache.errors import ConfigError
-from asynchicache.replay.trace import read_trace
-from asynchicache_lab.bench.stores.fleet import Fleet, LoneCache, NodeCache
+from asynchicache.replay.trace import TraceRequest, read_trace
+from asynchicache_lab.bench.stores.fleet import Fleet, LoneCache, NodeCache, Router
 from asynchicache_lab.bench.stores.options import StoresOptions
 from asynchicache_lab.bench.stores.run import run_stores
+from cli.readable import assert_readable
 
 BLOCK = 64
 FRAMES = {"kv": 4096, "mamba": 8192}
@@ -93,6 +94,7 @@ def test_figures_decide_servers(tmp_path: Path) -> None:
         return run_stores(options(path, **given), lambda done, total: None).engines
 
     few = plan()["redis"]
+    assert_readable(run_stores(options(path), lambda done, total: None).present())
     small = plan(rate=("redis.gb=0.001",))["redis"]
     assert small.servers > few.servers
     assert small.limit == "capacity"
@@ -111,6 +113,16 @@ def test_rates_of_a_bench_are_taken(tmp_path: Path) -> None:
     taken = given.figures()["redis"]
     assert (taken.put_mb_s, taken.get_mb_s) == (0.001, 0.002)
     assert run_stores(given, lambda done, total: None).engines["redis"].limit == "bytes"
+
+
+def test_the_router_goes_to_the_prefix_or_to_who_has_least(tmp_path: Path) -> None:
+    router = Router(StoresOptions(nodes=3, roam=0.0))
+    sent = [router.choose(TraceRequest(64 * count, [(start, count)]), known) for start, count, known in SENT]
+    assert sent == [0, 1, 2, 0, 1, 1]
+
+
+SENT = [(0, 9, 0), (100, 5, 0), (200, 8, 0), (0, 10, 9), (0, 20, 1), (100, 6, 5)]
+"""First block, blocks, and how many of them are known: one that shares its first block only is not bound."""
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,11 @@
 """What each engine makes of the same calls, and what one server of it does and costs.
 
-The requests are those that the engines' own code sends. Rates are of docs/benchmarks/storage.md, with pages
-of 1 MiB on two virtual cores: less than a real server does. Prices are round list prices of 2026, in dollars.
+Requests are the fewest that an engine's code can send: its reads come in calls, and an object that two calls
+read counts once (for a warm prompt of 32k tokens, 17 GETs and 16 lists, where 29 and 25 were sent).
+
+Rates are of docs/benchmarks/storage.md, with pages of 1 MiB on two virtual cores: less than a server does.
+Those of requests: EXISTS of one Redis beside other work, and two calls for each page that one Redis names.
+Prices are round list prices of 2026, in dollars.
 """
 
 from __future__ import annotations

@@ -161,6 +161,30 @@ class FleetNode(NamedTuple):
     player: Player
 
 
+class Router:
+    """Sends requests to nodes, as SGLang's router does: to the node that served the prefix last, if that is
+    half of the prompt, and else to the one with the fewest tokens. Some go to any node."""
+
+    def __init__(self, options: StoresOptions) -> None:
+        self._roam = options.roam
+        self._random = random.Random(options.seed)
+        self._tokens = [0] * options.nodes
+        self._holders: dict[int, int] = {}  # by block
+
+    def choose(self, request: TraceRequest, known: int) -> int:
+        """The number of the node for a request, of which the first `known` blocks occurred before."""
+        blocks = request.blocks()
+        if self._random.random() < self._roam:
+            chosen = self._random.randrange(len(self._tokens))
+        elif known and 2 * known >= len(blocks):
+            chosen = self._holders[blocks[known - 1]]
+        else:
+            chosen = min(range(len(self._tokens)), key=self._tokens.__getitem__)
+        self._tokens[chosen] += request.tokens
+        self._holders.update(dict.fromkeys(request.blocks(answer=True), chosen))
+        return chosen
+
+
 class Fleet:
     """Nodes that a router sends the requests of a trace to.
 
@@ -200,16 +224,15 @@ class Fleet:
             shared: whether all have one store.
             progress: is told of the requests.
         """
-        result, rng, stored = FleetResult(), random.Random(self._options.seed), Stored()
+        result, router, stored = FleetResult(), Router(self._options), Stored()
         first = Traffic()
         nodes = [self._node(kind, stored if shared else Stored(), first) for _ in range(self._options.nodes)]
-        holders: dict[int, int] = {}
         for number, request in enumerate(self._requests):
             if number == len(self._requests) // 2:
                 for node in nodes:
                     node.cache.traffic = result.traffic
             known = self._found.known[number]
-            served = self._serve(nodes, request, known, holders, rng)
+            served = self._serve(nodes, request, known, router)
             if number >= len(self._requests) // 2:
                 result.prompt_tokens += served.prompt_tokens
                 result.hit_tokens += served.hit_tokens
@@ -219,21 +242,9 @@ class Fleet:
         return result
 
     def _serve(
-        self,
-        nodes: Sequence[FleetNode],
-        request: TraceRequest,
-        known: int,
-        holders: dict[int, int],
-        rng: random.Random,
+        self, nodes: Sequence[FleetNode], request: TraceRequest, known: int, router: Router
     ) -> ReplayedRequest:
-        """Serve a request at the node that served the longest part of it last; some go elsewhere."""
-        blocks = request.blocks()
-        home = holders.get(blocks[known - 1]) if known else None
-        chosen = rng.randrange(len(nodes))
-        if home is not None and rng.random() >= self._options.roam:
-            chosen = home
-        holders.update(dict.fromkeys(blocks, chosen))
-        parts = self._parts
+        chosen, parts = router.choose(request, known), self._parts
         runs = [(start * parts, count * parts) for start, count in request.runs]
         answer = [(start * parts, count * parts) for start, count in request.answer]
         return nodes[chosen].player.serve(request._replace(runs=runs, answer=answer), known * parts)
