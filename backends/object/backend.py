@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any, TypeVar
 
 import obstore
 
@@ -20,6 +21,8 @@ from asynchicache.errors import ClosedError, StorageError, StorageFormatError
 from asynchicache.hashing import DIGEST_BYTES, ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
+
+T = TypeVar("T")
 
 _FORMAT = "FORMAT"
 _MAGIC, _VERSION = "asynchicache object store", 2
@@ -126,7 +129,7 @@ class ObjectBackend:
         if found is None:
             if await self._holds_nothing_else():
                 if not self._options.read_only:
-                    await obstore.put_async(self._store, _FORMAT, _OURS, use_multipart=False)
+                    await self._send(obstore.put_async, _FORMAT, _OURS, use_multipart=False)
                 return
             found = await self._read_format()  # another process may have marked it between the two questions
         if found != _OURS:
@@ -138,13 +141,20 @@ class ObjectBackend:
         Raises:
             BaseError, OSError: there is none, or the store refuses.
         """
-        await obstore.head_async(self._store, _FORMAT)
-        await obstore.put_async(self._store, _FORMAT, _OURS, use_multipart=False)
-        return (await obstore.head_async(self._store, _FORMAT))["last_modified"].timestamp()
+        await self._send(obstore.head_async, _FORMAT)
+        await self._send(obstore.put_async, _FORMAT, _OURS, use_multipart=False)
+        found = await self._send(obstore.head_async, _FORMAT)
+        return found["last_modified"].timestamp()
+
+    async def _send(self, request: Callable[..., Awaitable[T]], *given: Any, **named: Any) -> T:
+        """Send one request of obstore, again and again while the store has no time for it."""
+        return await self._turns.lookups.send(
+            partial(request, self._store, *given, **named), self._options.timeout_seconds / 2
+        )
 
     async def _read_format(self) -> bytes | None:
         try:
-            answer = await obstore.get_async(self._store, _FORMAT)
+            answer = await self._send(obstore.get_async, _FORMAT)
         except FileNotFoundError:
             return None
         if answer.meta["size"] > _MAX_FORMAT_BYTES:
@@ -153,7 +163,7 @@ class ObjectBackend:
 
     async def _holds_nothing_else(self) -> bool:
         """Whether the prefix is empty or has only our folders: an expiry rule may have deleted the marker."""
-        listed = await obstore.list_with_delimiter_async(self._store)
+        listed = await self._send(obstore.list_with_delimiter_async)
         folders = [path.rpartition("/")[2] for path in listed["common_prefixes"]]
         return not listed["objects"] and all(map(_POOL_FOLDER.fullmatch, folders))
 

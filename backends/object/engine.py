@@ -212,7 +212,7 @@ class ObjectEngine:
             return
         path = f"{self._finder.folder}/{LABEL}"
         try:
-            await obstore.put_async(self._requests.store, path, label, use_multipart=False)
+            await self._send(obstore.put_async, path, label, use_multipart=False)
         except FAILURES as error:
             raise StorageError(f"{self._options.url}: {summary(error)}") from error
 

@@ -162,8 +162,8 @@ class Requests:
             return await work(*row)
 
     async def send(self, request: Callable[[], Awaitable[T]]) -> T:
-        """Send a request within the `work` of `each`; see `Turns.send`."""
-        return await _TURNS.get().send(request, self._patience)
+        """Send a request, by the turns of `each` that it is part of, if any; see `Turns.send`."""
+        return await _TURNS.get(self.turns.lookups).send(request, self._patience)
 
     def _ended(self, task: asyncio.Task[object]) -> None:
         self.running.discard(task)

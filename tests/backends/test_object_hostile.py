@@ -69,7 +69,7 @@ class HostileStore:
         self.signed: list[str] = []
         self.room = 10**9
         self.refusal = b""
-        self.serving = self.most = self.refused = 0
+        self.serving = self.refused = self.busy = 0
 
     @property
     def options(self) -> dict[str, object]:
@@ -96,8 +96,9 @@ class HostileStore:
                     break
                 self.serving += 1
                 answer = self.truth(method, path.partition("?")[0], body)
-                if self.serving > self.room:
+                if self.serving > self.room or self.busy:
                     self.refused += 1
+                    self.busy -= self.busy > 0
                     answer = self.refusal
                 elif self.room < 10**9:
                     await asyncio.sleep(0.005)  # a request takes time
@@ -265,6 +266,14 @@ async def test_a_store_with_room_for_few_requests_loses_no_page(scheme: str, sta
         for key, slot in zip(keys, slots, strict=True):
             assert await bench.get([key], [slot]) == [HIT]
         assert store.refused == before
+
+
+async def test_a_store_that_is_busy_is_opened(scheme: str) -> None:
+    store = HostileStore(scheme)
+    store.busy, store.refusal = 5, response("503 Slow Down")  # more than `retries`
+    async with listening(store.serve) as store.port, bench_at(store.options) as bench:
+        assert await bench.put(bench.keys(0), [0]) == [STORED]
+    assert store.refused == 5
 
 
 async def test_a_cache_before_a_throttled_store_keeps_its_hits(scheme: str) -> None:
