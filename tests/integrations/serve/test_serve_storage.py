@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.serve.description import describe
@@ -63,13 +65,25 @@ async def test_a_restart_loses_no_page(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_storage_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> None:
+async def test_storage_that_cannot_be_opened_is_tried_again_and_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried, attach = list[object](), HybridCache.attach_storage
+
+    async def attach_storage(cache: HybridCache, *options: Any) -> None:
+        tried.append(options)
+        await attach(cache, *options)
+
+    monkeypatch.setattr(HybridCache, "attach_storage", attach_storage)
     blocked = tmp_path / "pages"
     blocked.write_text("in the way")
     async with running(LOADED, cache=stored_in("file", path=str(blocked)), attach_seconds=0.02) as server:
         await answered(server, PROMPT)
         assert (await server.http.get("/health")).json()["storage"] == "unavailable"
         assert "storage: file, unavailable" in "\n".join(describe(server.api))
+        while len(tried) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert caplog.text.count("cannot be opened") == 1
         blocked.unlink()
         while (await server.http.get("/health")).json()["storage"] != "ok":  # noqa: ASYNC110
             await asyncio.sleep(0)

@@ -36,6 +36,7 @@ class ServedStorage:
         self._config = config
         self._pause = pause
         self._trying: asyncio.Task[None] | None = None
+        self._told = ""
 
     async def __aenter__(self) -> Self:
         """
@@ -89,9 +90,14 @@ class ServedStorage:
         try:
             await self._cache.attach_storage(self._config.storage or "", self._config.storage_options)
         except StorageError as error:
-            _log.warning(
-                "storage %s cannot be opened, so nothing is kept there for now: %s", self.name, error
-            )
+            if self._told != str(error):  # the log has it once, not every few seconds for a night
+                self._told = str(error)
+                _log.warning(
+                    "storage %s cannot be opened, so nothing is kept there for now; trying every %g s: %s",
+                    self.name,
+                    self._pause,
+                    error,
+                )
             return False
         return True
 
