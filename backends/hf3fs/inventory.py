@@ -46,6 +46,9 @@ class Hf3fsInventory:
         self._writes = writes
         self._names = names_of(options, port)
 
+    async def time(self) -> float:
+        return await self._names.time()
+
     async def pools(self) -> list[PoolListing]:
         return [
             found for path in sorted(self._folder.glob(f"*{PAGES}")) if (found := await self._listing(path))

@@ -257,7 +257,10 @@ def test_gc_leaves_alone_what_it_does_not_know(
 
 @pytest.mark.parametrize(
     "store",
-    [pytest.param(name, marks=pytest.mark.engine(name)) for name in ("object", "redis")],
+    [
+        pytest.param(name, marks=pytest.mark.engine(engine))
+        for name, engine in (("object", "object"), ("redis", "redis"), ("hf3fs-redis", "redis"))
+    ],
     indirect=True,
 )
 def test_gc_with_a_clock_that_is_ahead_removes_nothing(
@@ -268,7 +271,7 @@ def test_gc_with_a_clock_that_is_ahead_removes_nothing(
     now = time.time()
     monkeypatch.setattr("asynchicache.cli.stores.time.time", lambda: now + 2 * WEEK)
 
-    assert main(["gc", store.url]) == 1
+    assert main(["gc", *store.where]) == 1
 
     assert "from that of the store" in capsys.readouterr().err
     assert store.hits("new") == 20

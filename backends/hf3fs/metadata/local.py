@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,9 @@ class LocalNames:
 
     async def call(self, handle: str, verb: str, finished: Sequence[int], *given: Any) -> Any:
         return await self._in_thread(partial(_answer, handle, verb, finished, given))
+
+    async def time(self) -> float:
+        return time.time()
 
     async def aclose(self) -> None:
         await off_the_loop(self._port, self._worker.close, self._worker.abandon)

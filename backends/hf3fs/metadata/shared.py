@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha1
 from typing import Any
@@ -69,6 +70,12 @@ class SharedNames:
             return _READ[verb](answer)
         except (TypeError, ValueError, AttributeError) as error:
             raise StorageError(f"{self.where}: {answer!r:.60} is no answer to {verb}") from error
+
+    async def time(self) -> float:
+        async with self._answering("time"):
+            await self._caller.open()
+            (answer,) = await self._ask(self._marker, ("TIME",))
+        return float(answer[0]) if isinstance(answer, list) else time.time()
 
     async def aclose(self) -> None:
         await self._caller.aclose()

@@ -91,4 +91,12 @@ class NameStore(Protocol):
         """
         ...
 
+    async def time(self) -> float:
+        """The Unix time of the store, in seconds; ours if it may not be asked.
+
+        Raises:
+            StorageError: the store does not answer.
+        """
+        ...
+
     async def aclose(self) -> None: ...
