@@ -13,14 +13,6 @@ from asynchicache_lab.judge.servers import VLLM, Engine, Serve, SGLang, free_por
 Options = Callable[[Path], Sequence[str]]
 
 
-def _nothing(folder: Path) -> Sequence[str]:
-    return ()
-
-
-def _no_variables(folder: Path) -> Mapping[str, str]:
-    return {}
-
-
 class Cache(NamedTuple):
     """One that is judged.
 
@@ -35,8 +27,8 @@ class Cache(NamedTuple):
 
     name: str
     engine: Engine
-    options: Options = _nothing
-    environment: Callable[[Path], Mapping[str, str]] = _no_variables
+    options: Options = lambda folder: ()
+    environment: Callable[[Path], Mapping[str, str]] = lambda folder: {}
     ours: bool = False
     storage: bool = True
 
@@ -55,10 +47,6 @@ def _offloading(spec: str, tier: Mapping[str, Any]) -> list[str]:
 
 def _transfer(**config: Any) -> list[str]:
     return [f"--kv-transfer-config={json.dumps({'kv_role': 'kv_both', **config})}"]
-
-
-def _vllm_fs(folder: Path) -> Sequence[str]:
-    return _offloading("OnHost", {"type": "fs", "root_dir": str(folder)})
 
 
 def _vllm_tier(folder: Path) -> Sequence[str]:
@@ -105,14 +93,6 @@ def _hicache(backend: str, extra: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _sglang_file(folder: Path) -> Sequence[str]:
-    return _hicache("file", {})
-
-
-def _sglang_file_folder(folder: Path) -> Mapping[str, str]:
-    return {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)}
-
-
 def _sglang_storage(folder: Path) -> Sequence[str]:
     extra = {
         "backend_name": "asynchicache",
@@ -137,18 +117,19 @@ def _sglang_linker(folder: Path) -> Sequence[str]:
     ]
 
 
-def _serve_storage(folder: Path) -> Sequence[str]:
-    return (f"--storage-path={folder}",)
-
-
 CACHES = (
-    Cache("serve", Serve(), _serve_storage, ours=True),
+    Cache("serve", Serve(), lambda folder: (f"--storage-path={folder}",), ours=True),
     Cache("vllm", VLLM(), storage=False),
-    Cache("vllm-fs", VLLM(), _vllm_fs),
+    Cache("vllm-fs", VLLM(), lambda folder: _offloading("OnHost", {"type": "fs", "root_dir": str(folder)})),
     Cache("vllm-tier", VLLM(), _vllm_tier, ours=True),
     Cache("vllm-connector", VLLM(), _vllm_connector, ours=True),
     Cache("vllm-lmcache", VLLM(), _vllm_lmcache),
-    Cache("sglang-file", SGLang(), _sglang_file, _sglang_file_folder),
+    Cache(
+        "sglang-file",
+        SGLang(),
+        lambda folder: _hicache("file", {}),
+        lambda folder: {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)},
+    ),
     Cache("sglang-storage", SGLang(), _sglang_storage, ours=True),
     Cache("sglang-linker", SGLang(), _sglang_linker, ours=True),
 )

@@ -84,10 +84,6 @@ class Trial:
         return self._server
 
     @property
-    def healthy(self) -> bool:
-        return self._server is not None and self._server.healthy
-
-    @property
     def other_weights(self) -> Path:
         return self._place.models["b"]
 
@@ -127,11 +123,12 @@ class Trial:
             time.sleep(0.5)
             server.kill()
 
-    def renew(self) -> None:
-        """After a failure: begin with an empty folder, if anything starts at all."""
-        self.kill()
-        self.empty()
-        self.start()
+    def renew_if_dead(self) -> None:
+        """After a failure in another case: begin with an empty folder, if anything starts at all."""
+        if self._server is None or not self._server.healthy:
+            self.kill()
+            self.empty()
+            self.start()
 
     def empty(self) -> None:
         shutil.rmtree(self.store, ignore_errors=True)

@@ -161,26 +161,25 @@ def _live(trial: Trial, runs: Sequence[_Run], said: Callable[[str], None]) -> No
         trial.life = f"after {event}"
         said(trial.life)
         try:
+            trial.renew_if_dead()
             happen(trial)
         except ServerError as error:
             for run in here:
                 run.verdict.word, run.verdict.seen = "FAILED", f"at {event}: it {error}"
-            trial.renew()
-            continue
-        _advance(trial, here, waiting)
+        else:
+            _advance(trial, here, waiting)
 
 
 def _advance(trial: Trial, runs: Iterable[_Run], waiting: dict[str, list[_Run]]) -> None:
     """Let cases go on to the event that they wait for next."""
     for run in runs:
         try:
+            trial.renew_if_dead()
             event = next(run.steps, None)
         except Leak as leak:
             run.verdict.word, run.verdict.seen = "LEAK", f"{trial.life}: {leak}"
         except ServerError as error:
             run.verdict.word, run.verdict.seen = "FAILED", f"{trial.life}: {error}"
-            if not trial.healthy:
-                trial.renew()
         else:
             if event is not None:
                 waiting.setdefault(event, []).append(run)
