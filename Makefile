@@ -116,7 +116,7 @@ clients-e2e:  ## openai, lm-eval, guidellm and the benchmarks of vLLM and SGLang
 
 # A few minutes a cache. With a cache's name it judges that one, with --case NAME one case.
 judge: $(TEST)  ## caches of vLLM, SGLang, LMCache and ours through the same faults, on a CPU; ARGS="vllm-fs --case kill"
-	PYTHONPATH=src:scripts $(BIN)/python scripts/judge.py $(ARGS)
+	$(BIN)/python scripts/judge.py $(ARGS)
 
 # An environment of its own: the site's tools and the library's pins are nobody's business together.
 docs: build/docs-env/.installed  ## the documentation as a site with search, in build/site; fails on a broken link

@@ -152,6 +152,7 @@ class VLLM(OpenAIEngine):
     name = "vllm"
     module = "vllm.entrypoints.openai.api_server"
     preloaded = (
+        "llvmlite_beside_vllm",
         "vllm.entrypoints.launchers.api_server.entry",
         "vllm.v1.worker.cpu_worker",
         "vllm.v1.executor.multiproc_executor",
