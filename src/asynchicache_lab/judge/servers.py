@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -293,7 +294,7 @@ class Forks:
             )
         _until(lambda: self._door.exists() or self._process.poll() is not None, START_SECONDS)
         if self._process.poll() is not None:
-            raise ServerError(f"{engine.name} cannot be imported: {_last_line(log)} ({log})")
+            raise ServerError(f"{engine.name} cannot be imported: {_complaint(log)} ({log})")
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
         """Return the process of a new server, which leads a group."""
@@ -319,7 +320,7 @@ class Server:
     def __init__(self, engine: Engine, forks: Forks, life: Life, log: Path) -> None:
         self.engine, self._log = engine, log
         self._port = free_port()
-        started = time.monotonic()
+        said = log.stat().st_size if log.exists() else 0
         self._process = forks.fork(engine.arguments(life, self._port), life.environment, log)
         try:
             _until(lambda: self.healthy or not self.alive, START_SECONDS)
@@ -328,8 +329,7 @@ class Server:
             raise ServerError(f"is not healthy after {START_SECONDS:.0f} s ({log})") from None
         if not self.alive:
             self.kill()
-            raise ServerError(f"does not start: {_last_line(log)} ({log})")
-        self.ready_seconds = time.monotonic() - started
+            raise ServerError(f"does not start: {_complaint(log, said)} ({log})")
 
     @property
     def alive(self) -> bool:
@@ -442,7 +442,9 @@ def _members(group: int) -> list[str]:
     return members
 
 
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line]
-    return (errors or lines or ["it said nothing"])[-1][-300:]
+def _complaint(log: Path, start: int = 0) -> str:
+    """The first error that was said since a place in a log, or the last line."""
+    text = log.read_bytes()[start:].decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"(error|Error|Exception): ", line)]
+    return (errors[:1] or lines[-1:] or ["it said nothing"])[0][-300:]
