@@ -197,6 +197,20 @@ def test_serve_takes_the_arguments_and_ends_in_the_time_that_it_is_given(argumen
     assert grace >= 2 * drain, "after the requests end, what only memory has is written"
 
 
+def test_what_compose_mounts_is_there_and_goes_where_it_is_looked_for():
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    mounts = [
+        re.sub(r"\$\{\w+:-(.*?)\}", r"\1", one)
+        for each in services.values()
+        for one in each.get("volumes", [])
+    ]
+    assert len(mounts) >= 4
+    assert [mount for mount in mounts if not (DEPLOY / mount.split(":")[0]).exists()] == []
+    provided = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/asynchicache.yaml").read_text())
+    (folder,) = (one["options"]["path"] for one in provided["providers"])
+    assert any(mount.split(":")[1].startswith(folder) for mount in mounts)
+
+
 def test_the_image_has_what_the_arguments_need():
     image = (DEPLOY / "Containerfile").read_text()
     copied = re.findall(r"^COPY (.+) \S+$", image, re.M)

