@@ -87,6 +87,8 @@ class RedisEngine:
         delete_matching: Callable[[str], Awaitable[int]],
     ) -> None:
         self.closed = False
+        self.full = False
+        """The server refused the last page, for want of room say."""
         self.corrupt = 0
         """Pages that were found damaged, and dropped."""
         self._binding = binding
@@ -310,8 +312,10 @@ class RedisEngine:
             if isinstance(reply, ErrorReply):
                 outcome = Outcome.REJECTED if reply.code in _REFUSALS else Outcome.FAILED
                 pages.call.refused(place, reply, self._refused(reply, outcome))
+                self.full = outcome is Outcome.REJECTED
             elif reply is None or reply == b"OK":
                 pages.call.answers[place] = Outcome.EXISTS if reply is None else Outcome.STORED
+                self.full = False
             else:
                 raise ProtocolError(f"{reply!r:.40} is no answer to SET")
 

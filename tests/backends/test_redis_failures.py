@@ -16,6 +16,7 @@ from asynchicache.errors import StorageError
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.guard import GuardedPool
 from asynchicache.storage.limits import PoolLimits
+from asynchicache.storage.protocol import OptionalVerbs
 from asynchicache.testing.backends import PoolUnderTest
 from asynchicache.types import Outcome
 from engines import module
@@ -171,6 +172,10 @@ async def test_a_full_server_refuses(tmp_path: Path, redis_program: str) -> None
             assert set(outcomes) == {STORED, REJECTED}
             got = await bench.get(keys, range(32))
             assert [found is HIT for found in got] == [put is STORED for put in outcomes]
+            assert OptionalVerbs(bench.engine).full
+            assert set(await bench.engine.delete(keys)) == {HIT, MISS}
+            assert await bench.put(keys[:1], [0]) == [STORED]
+            assert not OptionalVerbs(bench.engine).full
 
 
 @pytest.mark.asyncio
