@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from itertools import compress
@@ -16,6 +17,7 @@ from asynchicache.backends.redis.wire import (
     ErrorReply,
     Piece,
     ProtocolError,
+    RedisCommand,
     ValueReader,
     Wire,
     set_command,
@@ -30,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 LABEL = "label"
 """What the name of a pool's label ends with, where that of a page has its digest."""
+_CLAIM = b"claim"
+"""What the name of a claim ends with."""
+_CLAIMED_PAGES = 16
+"""Pages of a path that one claim is for: they share what it costs."""
 
 _CALL_BYTES = 64 << 20
 _MAX_PAGES = 512
@@ -99,6 +105,8 @@ class RedisEngine:
         self._prefix = f"{options.namespace}:".encode()
         self._frame_bytes = binding.header_bytes + binding.page_bytes
         self._failures = FailureLog(logger)
+        self._claims: Counter[bytes] = Counter()
+        """Our claims, and for how many calls of `put`."""
         self._group = -(-_GROUP_BYTES // self._frame_bytes)
         self._few = min(self._group, _FEW_PAGES) if binding.page_bytes <= _FEW_PAGE_BYTES else 0
         self._window = max(2, _WINDOW_BYTES // self._frame_bytes)
@@ -117,7 +125,7 @@ class RedisEngine:
             ClosedError: the engine is closed; as all calls.
         """
         self._check_open()
-        return await self._count(b"EXISTS", keys)
+        return await self._count(b"EXISTS", self._names(keys))
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         self._check_open()
@@ -132,13 +140,53 @@ class RedisEngine:
         self._check_open()
         if self._options.read_only:
             return [Outcome.REJECTED] * len(keys)
-        return await (self._put_few if len(keys) <= self._few else self._put_many)(keys, slots)
+        outcomes = await (self._put_few if len(keys) <= self._few else self._put_many)(keys, slots)
+        if self._claims:
+            await self._release(self._claims.keys() & set(map(self._claim_name, keys)))
+        return outcomes
+
+    async def claim(self, keys: Sequence[ObjectKey], seconds: float) -> list[Outcome]:
+        """
+        Raises:
+            StorageError: the server does not answer, or refuses.
+        """
+        self._check_open()
+        if self._options.read_only:
+            return [Outcome.MISS] * len(keys)
+        claims = [self._claim_name(key) for key in keys]
+        names = list(dict.fromkeys(claims))
+        claim = (b"NX", b"PX", max(1, round(seconds * 1000)))
+        # In this order: a page whose claim has ended is found.
+        commands: list[RedisCommand] = [(b"SET", name, b"", *claim) for name in names]
+        commands += [(b"EXISTS", self._name(key)) for key in keys]
+        replies = await self._ask(b"EXISTS", commands)
+        there = bytearray(self._bit(b"EXISTS", reply) for reply in replies[len(names) :])
+        # Of a server that takes no writes, `put` finds out why.
+        new = {name for name, reply in zip(names, replies, strict=False) if reply is not None}
+        new -= self._claims.keys()
+        needed = {name for name, bit in zip(claims, there, strict=True) if not bit}
+        self._claims.update((new | self._claims.keys()) & needed)
+        if new - needed:
+            await self._release(new - needed)
+        return [
+            Outcome.EXISTS if bit else Outcome.MISS if name in self._claims else Outcome.CLAIMED
+            for name, bit in zip(claims, there, strict=True)
+        ]
+
+    async def _release(self, names: Set[bytes]) -> None:
+        """End claims, unless another call of `put` needs them too."""
+        self._claims.subtract(names)
+        done = [name for name in names if self._claims[name] <= 0]
+        for name in done:
+            del self._claims[name]
+        if done:
+            await self._try_count(b"UNLINK", done)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         self._check_open()
         if self._options.read_only:
             return [Outcome.REJECTED] * len(keys)
-        gone = await self._try_count(b"UNLINK", keys)
+        gone = await self._try_count(b"UNLINK", self._names(keys))
         if gone is None:
             return [Outcome.FAILED] * len(keys)
         return [Outcome.HIT if bit else Outcome.MISS for bit in gone]
@@ -153,7 +201,7 @@ class RedisEngine:
             StorageError: the server does not answer, or refuses.
         """
         self._check_open()
-        await self._count(b"TOUCH", keys)
+        await self._count(b"TOUCH", self._names(keys))
 
     async def clear(self) -> int:
         """Delete the pool's pages; returns their number.
@@ -198,12 +246,29 @@ class RedisEngine:
     def _name(self, key: ObjectKey) -> bytes:
         return self._prefix + key.text().encode()
 
-    async def _count(self, verb: bytes, keys: Sequence[ObjectKey]) -> bytearray:
-        """Send one command a key, each of which answers 0 or 1 and moves no bytes."""
-        call = KeyCall([self._name(key) for key in keys])
+    def _names(self, keys: Sequence[ObjectKey]) -> list[bytes]:
+        return list(map(self._name, keys))
+
+    def _claim_name(self, key: ObjectKey) -> bytes:
+        group = ObjectKey(key.fingerprint, key.group, key.pool, key.shard)
+        return b"%b.%d.%b" % (self._name(group), key.place // _CLAIMED_PAGES, _CLAIM)
+
+    async def _count(self, verb: bytes, names: Sequence[bytes]) -> bytearray:
+        """Send one command a key, each of which answers 0 or 1."""
+        replies = await self._ask(verb, [(verb, name) for name in names])
+        return bytearray(self._bit(verb, reply) for reply in replies)
+
+    async def _ask(self, verb: bytes, commands: Sequence[RedisCommand]) -> list[object]:
+        """Send one command a key, which stands second and moves no page, to the servers of the keys; those of
+        a server in this order.
+
+        Raises:
+            StorageError: a server does not answer.
+        """
+        call = KeyCall([name for _, name, *_ in commands if isinstance(name, bytes)])
 
         def ask(wire: Wire, places: Sequence[int]) -> None:
-            replies = wire.ask(*((verb, call.names[place]) for place in places))
+            replies = wire.ask(*(commands[place] for place in places))
             for place, reply in zip(places, replies, strict=True):
                 if isinstance(reply, ErrorReply):
                     call.refused(place, reply, reply)
@@ -219,17 +284,17 @@ class RedisEngine:
             if isinstance(error, TimeoutError):
                 self._caller.suspect()
             raise StorageError(
-                f"{self._options.server}: {verb.decode()} of {len(keys)} keys: {_text(error)}"
+                f"{self._options.server}: {verb.decode()} of {len(commands)} keys: {_text(error)}"
             ) from error
-        return bytearray(self._bit(verb, reply) for reply in call.answers)
+        return call.answers
 
-    async def _try_count(self, verb: bytes, keys: Sequence[ObjectKey]) -> bytearray | None:
+    async def _try_count(self, verb: bytes, names: Sequence[bytes]) -> bytearray | None:
         """As `_count`; None, and a line in the log, if there is no answer."""
         try:
-            return await self._count(verb, keys)
+            return await self._count(verb, names)
         except StorageError as error:
             self._failures.warning(
-                (verb, type(error)), "pool %s: %s", self._binding.pool, error, pages=len(keys)
+                (verb, type(error)), "pool %s: %s", self._binding.pool, error, pages=len(names)
             )
             return None
 
@@ -250,7 +315,7 @@ class RedisEngine:
         turn: AbstractAsyncContextManager[object] | None = None,
     ) -> list[Outcome]:
         """Do `work`, on at most so many connections, while `turn` is held; returns what came of each page."""
-        pages = _PageCall(keys, slots, KeyCall([self._name(key) for key in keys]))
+        pages = _PageCall(keys, slots, KeyCall(self._names(keys)))
         try:
             async with self._deadline(), turn or nullcontext():
                 errors = await self._caller.send(pages.call, partial(work, pages), most=connections)
@@ -345,21 +410,21 @@ class RedisEngine:
         """Delete damaged pages, so that they can be stored anew."""
         self.corrupt += len(keys)
         if not self._options.read_only:
-            await self._try_count(b"UNLINK", keys)
+            await self._try_count(b"UNLINK", self._names(keys))
 
     async def _put_few(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         """Send the pages of a short call at once; the server says which were there."""
         outcomes = await self._move("put", self._send, keys, slots)
         refused = [place for place, end in enumerate(outcomes) if end is Outcome.REJECTED]
         # A full server refuses before it looks for the key.
-        there = await self._try_count(b"EXISTS", [keys[place] for place in refused])
+        there = await self._try_count(b"EXISTS", self._names([keys[place] for place in refused]))
         for place in compress(refused, there or ()):
             outcomes[place] = Outcome.EXISTS
         return outcomes
 
     async def _put_many(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         """Ask which pages are there, which is cheaper than to send them once more, and send the rest."""
-        there = await self._try_count(b"EXISTS", keys)
+        there = await self._try_count(b"EXISTS", self._names(keys))
         if there is None:
             return [Outcome.FAILED] * len(keys)
         new = [place for place, bit in enumerate(there) if not bit]

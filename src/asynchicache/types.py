@@ -70,6 +70,7 @@ class Outcome(Enum):
     FAILED = "failed"  # the engine failed
     REJECTED = "rejected"  # put: refused (full, read-only, shed)
     TIMEOUT = "timeout"  # no answer by the deadline; the slot may still be written
+    CLAIMED = "claimed"  # put: not sent, because another writer is sending it
 
 
 class MissReason(Enum):

@@ -23,7 +23,14 @@ from asynchicache.storage.protocol import StorageBackend
 from asynchicache.storage.statistics import PoolStatistics
 from asynchicache.types import MissReason, Outcome
 
-_WORST = (Outcome.TIMEOUT, Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED, Outcome.MISS)
+_WORST = (
+    Outcome.TIMEOUT,
+    Outcome.CORRUPT,
+    Outcome.FAILED,
+    Outcome.REJECTED,
+    Outcome.CLAIMED,
+    Outcome.MISS,
+)
 """If parts of a page (pools that share a slot, or ranks) have different outcomes, the first of these counts.
 `TIMEOUT` is first: that part may still be written to."""
 
@@ -335,7 +342,8 @@ class StoragePools:
     async def move(
         self, name: str, pages: Sequence[PlacedPage], slots: Sequence[int], *, put: bool
     ) -> BatchResult:
-        """Put or get the pages of one pool, in slices with loop iterations in between.
+        """Put or get the pages of one pool, in slices with loop iterations in between. A put leaves to other
+        processes what they are sending (CLAIMED), and shall be repeated soon.
 
         Slices run one after another: a slice queued behind others would count as late.
         """
@@ -346,14 +354,14 @@ class StoragePools:
         if put and not pool.writes:
             pool.guard.repaired(_keys(pool, pages))
             return BatchResult([Outcome.EXISTS] * len(slots))  # or will: another rank writes it
-        call = pool.guard.put if put else pool.guard.get
+        call = partial(pool.guard.put, yields=True) if put else pool.guard.get
         batches: list[BatchResult] = []
         try:
             if len(pages) <= SLICE_PAGES:
-                return await call(_keys(pool, pages), slots)
+                return await call(_keys(pool, pages, put=put), slots)
             for start in range(0, len(pages), SLICE_PAGES):
                 end = start + SLICE_PAGES
-                batches.append(await call(_keys(pool, pages[start:end]), slots[start:end]))
+                batches.append(await call(_keys(pool, pages[start:end], put=put), slots[start:end]))
                 await asyncio.sleep(0)
         except ClosedError:  # it was detached meanwhile; an engine may still use the slots of earlier parts
             answered = sum(len(batch.outcomes) for batch in batches)
@@ -361,8 +369,8 @@ class StoragePools:
         return _as_one(batches)
 
 
-def _keys(pool: StoredPool, pages: Sequence[PlacedPage]) -> list[ObjectKey]:
-    if pool.guard.object_pages > 1:
+def _keys(pool: StoredPool, pages: Sequence[PlacedPage], *, put: bool = False) -> list[ObjectKey]:
+    if pool.guard.object_pages > 1 or (put and pool.guard.claims):
         return list(map(pool.binding.placed_key, pages))
     return [pool.binding.key(page.digest) for page in pages]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 from asynchicache.controller.digests import complete_digests, sliced_digests
@@ -40,13 +41,17 @@ _SHED = {
     Outcome.TIMEOUT: ShedReason.TIMEOUT,
 }
 
+_FIRST_LOOK = 0.05
+_LOOKS = 0.4
+"""Seconds until the first look whether others have sent what they had claimed; and most between two looks."""
+
 _LEAST_PAUSE = 1.0
 """The least seconds between two touches of storage; each write also sends one first."""
 
 _USES_A_SECOND = 20_000
 """The most pages touched per second: costs about one percent of a CPU."""
 
-_COUNTED = (Outcome.STORED, Outcome.EXISTS, *_SHED)
+_COUNTED = (Outcome.STORED, Outcome.EXISTS, Outcome.CLAIMED, *_SHED)
 
 
 @dataclass(slots=True, eq=True)
@@ -151,13 +156,16 @@ class StorageWriter:
         """Bytes of writes in flight."""
         return self._budget.used
 
-    def store(self, node: Node, *, period: int | None = None, wait: bool = False) -> None:
+    def store(
+        self, node: Node, *, period: int | None = None, wait: bool = False, pause: float = _FIRST_LOOK
+    ) -> None:
         """Write what the path to `node` has on the host and not in storage, or shed it.
 
         Args:
             node: the end of the path.
             period: the `Activity` period of the work that this follows from. Default: the current period.
             wait: a caller waits for the write: over the byte limit it is delayed, not shed.
+            pause: seconds until it is repeated if another process is sending some of it.
         """
         if not self._storage:
             return
@@ -177,7 +185,9 @@ class StorageWriter:
             self.traffic.shed[ShedReason.BUDGET] += sum(len(slots) for _, slots in work.pages.values())
             self._backups.write_finished(work, stored=False)
             return
-        self._executor.call(self._write(work, size, sizes, begun=begun), period)
+        period = self._planner.activity.period if period is None else period
+        again = partial(self._look_again, node, period, wait, pause)
+        self._executor.call(self._write(work, size, sizes, again, begun=begun), period)
 
     def _backed_up(self, node: Node, period: int | None) -> None:
         # If an awaited write were shed, the pages of two awaited paths could evict each other from the host
@@ -198,8 +208,30 @@ class StorageWriter:
         if node.parent is not None:
             self.store(node, period=period, wait=wait)
 
-    async def _write(self, work: StorageWrite, size: int, page_sizes: Sequence[int], *, begun: bool) -> None:
-        stored, late, left = False, False, 0
+    def _look_again(self, node: Node, period: int, wait: bool, pause: float) -> None:
+        """Another process is sending pages of the path to `node`: write what it has not sent soon. Until then
+        host memory may evict them."""
+        self._backups.preparing.append(node)  # at once: who waits for these pages must not find them at rest
+        self._executor.call(self._store_again(node, period, wait, pause), period)
+
+    async def _store_again(self, node: Node, period: int, wait: bool, pause: float) -> None:
+        try:
+            await asyncio.sleep(pause)
+        finally:
+            self._backups.preparing.remove(node)
+        if node.parent is not None and not self._stopped:
+            self.store(node, period=period, wait=wait, pause=min(2 * pause, _LOOKS))
+
+    async def _write(
+        self,
+        work: StorageWrite,
+        size: int,
+        page_sizes: Sequence[int],
+        again: Callable[[], object],
+        *,
+        begun: bool,
+    ) -> None:
+        stored, late, claimed, left = False, False, False, 0
         span = None
         try:
             if not begun:
@@ -212,9 +244,12 @@ class StorageWriter:
             stored = self._count(batches)
             self.use(work.marks[-1].node)  # storage should keep the ancestors longer than these pages
             late = any(batch.lingering is not None for batch in batches)
+            claimed = any(Outcome.CLAIMED in batch.outcomes for batch in batches) and not self._stopped
             left = _late_bytes(batches, page_sizes)
         finally:
-            self._backups.write_finished(work, stored=stored, late=late)
+            self._backups.write_finished(work, stored=stored, late=late, again=claimed)
+            if claimed:
+                again()
             if begun:
                 self._budget.end(size, late=left)
             if span is not None:
@@ -405,7 +440,7 @@ class StorageWriter:
         self.traffic.stored += counts[Outcome.STORED] + counts[Outcome.EXISTS]
         shed = {reason: counts[outcome] for outcome, reason in _SHED.items() if counts[outcome]}
         self.traffic.shed.update(shed)
-        return not shed
+        return not shed and not counts[Outcome.CLAIMED]
 
     def check_none(self) -> None:
         """

@@ -51,7 +51,8 @@ class BackupPlanner:
             While there are any, no backup but that of the first gets host slots, except free ones that none
             of these paths needs.
         failures: by end of an urgent path, how many writes of its pages alone have failed since it is urgent.
-        preparing: ends of paths that are written to storage once their digests are computed.
+        preparing: ends of paths that are written to storage soon: once their digests are computed, or after
+            a moment in which another process may send them. Nothing of the latter is kept meanwhile.
         forgotten: how many times all knowledge of storage was dropped.
     """
 
@@ -504,19 +505,23 @@ class BackupPlanner:
         finally:
             self._noted[:] = [other for other in self._noted if other is not noted]
 
-    def write_finished(self, work: StorageWrite, *, stored: bool, late: bool = False) -> None:
+    def write_finished(
+        self, work: StorageWrite, *, stored: bool, late: bool = False, again: bool = False
+    ) -> None:
         """Take the result of a storage write. If it failed, its pages may be written again.
 
         Args:
             work: the write.
             stored: whether all of its pages are in storage.
             late: the engine may still read the slots; the caller calls `finish` later.
+            again: no failure: another process is sending pages, and the caller looks again.
         """
         self._writes.discard(work)
         for noted in self._noted:
             noted.update(node for mark in work.marks for node in mark.nodes())
         if not stored:
-            self._count_failure(work)
+            if not again:
+                self._count_failure(work)
             for mark in work.marks:
                 for node in mark.nodes():
                     node.stored &= ~(1 << mark.component_id)

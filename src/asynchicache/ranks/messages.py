@@ -19,7 +19,7 @@ from asynchicache.pools.shared import HostHandle
 from asynchicache.ranks.host_sizes import HostNeed
 from asynchicache.types import Direction, MissReason, Outcome, Tier
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of these messages. Both sides of a connection must have the same one."""
 
 _PAGE = Struct(f"{DIGEST_BYTES}s{DIGEST_BYTES}sB")

@@ -51,7 +51,14 @@ _QUEUED_BATCHES = 4
 """Batches that wait for a stage without a promise, as a multiple of its concurrent calls; it misses more."""
 
 _READ_ORDER = (Outcome.HIT, Outcome.TIMEOUT, Outcome.CORRUPT, Outcome.FAILED, Outcome.MISS)
-_WRITE_ORDER = (Outcome.TIMEOUT, Outcome.FAILED, Outcome.REJECTED, Outcome.STORED, Outcome.EXISTS)
+_WRITE_ORDER = (
+    Outcome.TIMEOUT,
+    Outcome.FAILED,
+    Outcome.REJECTED,
+    Outcome.CLAIMED,
+    Outcome.STORED,
+    Outcome.EXISTS,
+)
 _PROMISE_ORDER = (Outcome.TIMEOUT, Outcome.FAILED, Outcome.MISS, Outcome.HIT)
 _DELETE_ORDER = (Outcome.TIMEOUT, Outcome.FAILED, Outcome.REJECTED, Outcome.HIT, Outcome.MISS)
 """The outcome of a page is the first of these that any of the stages gave."""
@@ -509,6 +516,11 @@ class ChainedPool:
         return any(guard.touchable for guard in self._guards())
 
     @property
+    def claims(self) -> bool:
+        """Whether a stage knows what other processes are sending."""
+        return any(guard.claims for guard in self._guards())
+
+    @property
     def object_pages(self) -> int:
         """The most pages that any stage keeps in one object."""
         return max((guard.object_pages for guard in self._guards()), default=1)
@@ -638,12 +650,17 @@ class ChainedPool:
                 return await guard.get(keys, slots)
         return BatchResult([Outcome.FAILED] * len(keys))
 
-    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> BatchResult:
-        """Store pages in every stage that gets all; the outcomes are those of the stages that promise."""
+    async def put(
+        self, keys: Sequence[ObjectKey], slots: Sequence[int], *, yields: bool = False
+    ) -> BatchResult:
+        """Store pages in every stage that gets all; the outcomes are those of the stages that promise.
+
+        `yields`: as of `GuardedPool.put`, in each stage.
+        """
         self._check_open()
         started, promising = self.port.now(), self._promising()
         numbers = [number for number, stage in enumerate(self._stages) if stage.policy.write == "all"]
-        calls = [self._put(one, keys, slots, promised=one in promising) for one in numbers]
+        calls = [self._put(one, keys, slots, promised=one in promising, yields=yields) for one in numbers]
         found = await asyncio.gather(*calls)
         for one, batch in zip(numbers, found, strict=True):
             self._owe(one, keys, batch.outcomes)
@@ -655,7 +672,13 @@ class ChainedPool:
         return self._counted("put", BatchResult(outcomes, joined(late)), started)
 
     async def _put(
-        self, number: int, keys: Sequence[ObjectKey], slots: Sequence[int], *, promised: bool = False
+        self,
+        number: int,
+        keys: Sequence[ObjectKey],
+        slots: Sequence[int],
+        *,
+        promised: bool = False,
+        yields: bool = False,
     ) -> BatchResult:
         """Store pages in one stage. One without a promise that is far behind misses them: no other stage
         waits for it."""
@@ -672,7 +695,7 @@ class ChainedPool:
         stage.queued += len(keys)
         try:
             async with self._room(number, len(keys)):
-                return await guard.put(keys, slots)
+                return await guard.put(keys, slots, yields=yields)
         except ClosedError:
             return refused
         finally:

@@ -46,6 +46,8 @@ from asynchicache.types import Outcome
 
 logger = logging.getLogger(__name__)
 
+_MOST_REFUSED = 1 << 16
+
 
 # The five kinds of engine call: how to make each one, and which outcomes are valid.
 
@@ -76,6 +78,11 @@ class EngineCall(NamedTuple):
     updates_presence: bool = True
     repeatable: bool = True
     feeds_breaker: bool = True
+
+    @property
+    def is_put(self) -> bool:
+        """Whether the call stores pages."""
+        return self.name == PUT.name
 
     @property
     def is_lookup(self) -> bool:
@@ -149,6 +156,7 @@ PUT = EngineCall(
     moves_pages=True,
     repeatable=False,  # the failed put may be half written, and a full disk stays full
 )
+_CLAIM_ANSWERS = {Outcome.MISS, Outcome.EXISTS, Outcome.CLAIMED}
 DELETE = EngineCall(
     "delete",
     lambda engine, keys, _: engine.delete(keys),
@@ -294,6 +302,11 @@ class GuardedPool:
         self._capabilities = engine.capabilities
         self.touchable = OptionalVerbs(engine).evicts
         """Whether the engine wants `touch` calls."""
+        self.claims = has_verb(engine, "claim")
+        """Whether the engine knows what other processes are sending."""
+        self._claiming_put = PUT._replace(ask=self._claim_and_put, answers=(*PUT.answers, Outcome.CLAIMED))
+        self._refused: dict[ObjectKey, float] = {}
+        """Pages that others have claimed, and since when we know that, the longest first."""
         self._verifier = ReadVerifier(binding, self._capabilities, port)
         self._identities = {(binding.fingerprint, binding.pool, binding.shard)}
         self._breaker = CircuitBreaker(self._limits.failures, self._limits.cooldown, port.now)
@@ -362,10 +375,18 @@ class GuardedPool:
         """
         return await self._call(GET, keys, self._check_lengths(keys, slots))
 
-    async def put(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> BatchResult:
-        """Store `slots[i]` as page `i`: STORED, EXISTS, REJECTED, FAILED or TIMEOUT.
+    async def put(
+        self, keys: Sequence[ObjectKey], slots: Sequence[int], *, yields: bool = False
+    ) -> BatchResult:
+        """Store `slots[i]` as page `i`: STORED, EXISTS, REJECTED, FAILED, TIMEOUT or CLAIMED.
 
         Pages that were found damaged are deleted first: an engine may keep an existing page.
+
+        Args:
+            keys: the pages, in path order.
+            slots: where they are.
+            yields: leave to others what they are sending: CLAIMED. The caller shall put these pages again
+                soon, to find them stored, or to send them if that takes `PoolLimits.claim_seconds`.
 
         Raises:
             UsageError: a key belongs to another pool, or the numbers of keys and slots differ.
@@ -374,11 +395,34 @@ class GuardedPool:
         damaged = self._presence.damaged(keys)
         if damaged and Outcome.TIMEOUT in (await self._call(DELETE, damaged, ())).outcomes:
             return BatchResult([Outcome.REJECTED] * len(keys))  # the late delete could remove the new pages
-        batch = await self._call(PUT, keys, slots)
+        yields &= self.claims and not damaged
+        batch = await self._call(self._claiming_put if yields else PUT, keys, slots)
         for index, outcome in enumerate(batch.outcomes) if damaged else ():
             if outcome is Outcome.EXISTS and keys[index] in damaged:
                 batch.outcomes[index] = Outcome.REJECTED  # the delete failed: the damaged page is still there
         return batch
+
+    async def _claim_and_put(
+        self, engine: PoolEngine, keys: Sequence[ObjectKey], slots: Sequence[int]
+    ) -> list[Outcome]:
+        seconds, now = self._limits.claim_seconds, self._port.now()
+        outcomes = list(await OptionalVerbs(engine).claim(keys, seconds))
+        if len(outcomes) != len(keys) or not _CLAIM_ANSWERS.issuperset(outcomes):
+            raise StorageError(f"{outcomes!r:.80} is no answer to a claim of {len(keys)} pages")
+        mine = []
+        for place, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
+            # A claim may be there for ever: its owner died, and the store's clock was set back.
+            if outcome is Outcome.CLAIMED and now - self._refused.setdefault(key, now) < seconds:
+                continue
+            self._refused.pop(key, None)
+            if outcome is not Outcome.EXISTS:
+                mine.append(place)
+        while len(self._refused) > _MOST_REFUSED:  # pages that were evicted before they were put again
+            del self._refused[next(iter(self._refused))]
+        if mine:
+            sent = await engine.put([keys[place] for place in mine], [slots[place] for place in mine])
+            outcomes = _merged(outcomes, mine, sent, len(keys))
+        return outcomes
 
     def repaired(self, keys: Sequence[ObjectKey]) -> None:
         """Another rank stores these pages: ask the engine for them again, also if they were found damaged."""
@@ -577,7 +621,7 @@ class GuardedPool:
         cuts = self._batches(kind, keys)
         immediate = self._capabilities.immediate
         # Puts have no deadline here: no request waits for them, and the bytes in flight bound them.
-        deadline = SlidingDeadline(None if kind is PUT else self._limits.deadline)
+        deadline = SlidingDeadline(None if kind.is_put else self._limits.deadline)
         outcomes: list[Outcome] = []
         if len(cuts) > 1 and not immediate and kind is not TOUCH:  # a touch reports an order
             async with asyncio.TaskGroup() as group:
@@ -631,7 +675,7 @@ class GuardedPool:
         try:
             # A touch does not queue with the puts: it must reach the engine before them.
             lane = self._lookups if kind.is_lookup else self._pages
-            acquired = await lane.acquire(deadline, put=kind is PUT)
+            acquired = await lane.acquire(deadline, put=kind.is_put)
         except TimeoutError:  # other calls kept the engine busy: not its failure
             return self._reject(kind, len(keys), Outcome.TIMEOUT)
         with acquired as permit:

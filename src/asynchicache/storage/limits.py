@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import ClassVar, NamedTuple
 
-from asynchicache.options import Natural, Options, Positive, Seconds
+from asynchicache.options import FiniteSeconds, Natural, Options, Positive, Seconds
 from asynchicache.types import Outcome
 
 
@@ -25,6 +25,8 @@ class PoolLimits(Options, frozen=True):
         closing: seconds that `aclose` waits for running calls, and for the engine. Default: 10.
         clearing: seconds that a backend may take to clear one pool. Default: 300.
         opening: seconds that a backend may take to open one pool. Default: 60.
+        claim_seconds: how long a write leaves pages to another process that has claimed to send them, from
+            the first refusal on; and how long the claims of this one hold. Default: 5.
         label_seconds: how long after its last use a pool counts as in use, for `asynchicache gc`. Default: 7
             days.
         known_pages: most pages of a shared engine to remember as existing, which saves `exists` calls, and
@@ -42,6 +44,7 @@ class PoolLimits(Options, frozen=True):
     closing: Seconds = 10.0
     clearing: Seconds = 300.0
     opening: Seconds = 60.0
+    claim_seconds: FiniteSeconds = 5.0
     label_seconds: Seconds = 7 * 86400.0
     known_pages: Natural = 1 << 16
     known_seconds: Seconds = 30.0

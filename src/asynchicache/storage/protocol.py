@@ -234,6 +234,16 @@ class OptionalVerbs:
         For a store that others look into, with `asynchicache ls`. Default: nothing.
         """
 
+    async def claim(self, keys: Sequence[ObjectKey], seconds: float) -> list[Outcome]:
+        """Which of the pages the caller shall `put` now: EXISTS: none, it is there; MISS: this one, and no
+        other writer gets that answer until the `put` has ended, or `seconds` have passed; CLAIMED: not this
+        one, another writer got that answer.
+
+        For a store with many writers. Keys are in path order and say where their pages lie, so that one claim
+        can be for several pages. A claim that is lost, or given to two, costs only bytes. Default: MISS.
+        """
+        return [Outcome.MISS] * len(keys)
+
     async def leaving(self, pages: int) -> list[ObjectKey]:
         """What the engine would evict now to take `pages` more pages of its pool, the first to go first.
 

@@ -215,12 +215,13 @@ OPTIONAL_CALLS: dict[str, Callable[[OptionalVerbs, list[ObjectKey]], Coroutine[A
     "touch": lambda verbs, keys: verbs.touch(keys),
     "confirm": lambda verbs, keys: verbs.confirm(keys),
     "label": lambda verbs, keys: verbs.label(b"{}"),
+    "claim": lambda verbs, keys: verbs.claim(keys, 5.0),
     "leaving": lambda verbs, keys: verbs.leaving(len(keys)),
 }
 """A call of each optional verb, about the pages of some keys. Each also has a test of what it does."""
 
 STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
-CORRUPT, REJECTED = Outcome.CORRUPT, Outcome.REJECTED
+CORRUPT, REJECTED, CLAIMED = Outcome.CORRUPT, Outcome.REJECTED, Outcome.CLAIMED
 
 
 class BackendConformance:
@@ -475,6 +476,29 @@ class BackendConformance:
             assert await confirm(bench.keys(9, 3, 2, 1)) == bytes([0, 1, 0, 1])
             assert await confirm([]) == b""
             assert await confirm(bench.keys(*range(self.many))) == bytes([0, 1, 0, 1]) + bytes(self.many - 4)
+
+    async def test_of_two_writers_one_is_told_to_send_a_page(self, tmp_path: Path) -> None:
+        async with self.backend(tmp_path) as backend:
+            bench = await self.open(backend)
+            keys, later = bench.keys(*range(40)), bench.keys(*range(50, 54))
+            claim = OptionalVerbs(bench.engine).claim
+            if not has_verb(bench.engine, "claim"):
+                assert await claim(keys, 60.0) == [MISS] * 40
+                return
+            await bench.put(keys[:2], [0, 1])
+            async with self.backend(tmp_path) as another:
+                other = await self.open(another)
+                asks = OptionalVerbs(other.engine).claim
+
+                assert await claim(keys, 60.0) == [EXISTS] * 2 + [MISS] * 38
+                assert await asks(keys, 60.0) == [EXISTS] * 2 + [CLAIMED] * 38
+                assert await asks(keys[20:22], 60.0) == [CLAIMED] * 2
+                assert await bench.put(keys[2:], range(2, 40)) == [STORED] * 38
+                assert await asks(keys, 60.0) == [EXISTS] * 40
+                assert await claim(later, 0.05) == [MISS] * 4  # and then it dies
+                while await asks(later, 60.0) != [MISS] * 4:  # noqa: ASYNC110 - time ends it, nobody tells
+                    await asyncio.sleep(0.01)
+                assert await asks([], 60.0) == []
 
     async def test_what_was_touched_last_is_evicted_last(self, tmp_path: Path) -> None:
         if not self.bounded:

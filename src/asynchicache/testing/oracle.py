@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from typing import NamedTuple, TypeAlias
 
@@ -185,21 +185,28 @@ class HostOracle:
 
     def holds(self, pool: str, page: memoryview, digest: bytes) -> bool:
         """Whether `page`, a slot of the pool, holds the expected bytes of `digest`."""
-        content = np.frombuffer(page, np.uint8)
-        layout = self._layouts[pool]
         end = self._page_tokens.end(digest) if self._page_tokens is not None else None
-        if end is not None:
-            digest = end.digest
-        for pattern in self._patterns[pool]:
-            strides = layout.strides(pattern.tensor.name, 1)
-            found = np.lib.stride_tricks.as_strided(
-                content[strides.offset :], strides.shape, strides.stride, writeable=False
-            )
+        for pattern, found, expected in self._parts(pool, page, digest if end is None else end.digest):
             known = slice(end.tokens * pattern.token_bytes if end and pool in self._paged else None)
-            there = found.reshape(strides.layers, 1, -1)[..., known]
-            if not np.array_equal(there, pattern.expected([digest])[..., known]):
+            if not np.array_equal(found.reshape(expected.shape)[..., known], expected[..., known]):
                 return False
         return True
+
+    def fill(self, pool: str, page: memoryview, digest: bytes) -> None:
+        """Write the expected bytes of `digest` into a slot of the pool."""
+        end = self._page_tokens.end(digest) if self._page_tokens is not None else None
+        for _, found, expected in self._parts(pool, page, digest if end is None else end.digest):
+            found[...] = expected.reshape(found.shape)
+
+    def _parts(
+        self, pool: str, page: memoryview, digest: bytes
+    ) -> Iterator[tuple[Pattern, PageBytes, PageBytes]]:
+        """Each tensor of a page: its pattern, what is there, and what is expected, `[layers, 1, item]`."""
+        content = np.frombuffer(page, np.uint8)
+        for pattern in self._patterns[pool]:
+            strides = self._layouts[pool].strides(pattern.tensor.name, 1)
+            found = np.lib.stride_tricks.as_strided(content[strides.offset :], strides.shape, strides.stride)
+            yield pattern, found, pattern.expected([digest])
 
 
 class Pattern:

@@ -28,7 +28,7 @@ SlotBytes: TypeAlias = npt.NDArray[np.uint8]
 
 KINDS = (
     *(f"storage.{name}" for name in ("fail", "raises", "hang", "late", "partial", "lie", "swap", "drop")),
-    *(f"storage.{name}" for name in ("stall", "restart", "lose", "forget", "detach", "clear")),
+    *(f"storage.{name}" for name in ("stall", "restart", "lose", "forget", "detach", "clear", "claimed")),
     *(f"transfer.{name}" for name in ("fail", "partial", "never", "lie", "stall")),
     *(f"notification.{name}" for name in ("lost", "late")),
     "allocation.refused",

@@ -62,6 +62,12 @@ class HostPages(NamedTuple):
         self.names.stored(key, self.identity(pool))
         return self.oracle.holds(pool, page, self.names.of_digest(key.digest))
 
+    def page(self, key: ObjectKey, size: int) -> bytearray:
+        """The bytes of a page, as another replica would store them."""
+        page = bytearray(size)
+        self.oracle.fill(key.pool, memoryview(page), self.names.of_digest(key.digest))
+        return page
+
 
 def seed_of(turn: ClientTurn) -> bytes:
     """The library's digest of a request's namespace and salt."""

@@ -43,7 +43,7 @@ _CLOSE_SECONDS = 0.5
 def life_limits(life: Life) -> PoolLimits:
     """Storage limits that tolerate many slow queries in a row, which are no fault."""
     deadline = 0.01 + 20 * life.storage.exists + 2000 * life.link.page_seconds
-    return PoolLimits(deadline=deadline, cooldown=0.01, closing=0.005, clearing=0.005)
+    return PoolLimits(deadline=deadline, cooldown=0.01, closing=0.005, clearing=0.005, claim_seconds=0.3)
 
 
 def life_prefetch(life: Life) -> PrefetchOptions:
@@ -144,6 +144,7 @@ class _LifeRun:
             life.link,
             script.model.page_size,
             life.near,
+            life.rivals,
         )
         self._recency = recency
         self._paged: PagedMemory | None = None

@@ -233,6 +233,18 @@ class StorageLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     stuck: tuple[int, ...] = ()
 
 
+class Rivals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Other replicas that meet the same pages. None of it is a fault.
+
+    Attributes:
+        rate: how often one of them was first to claim pages that this one would store.
+        deaths: how often such a one dies before it has stored them.
+    """
+
+    rate: float
+    deaths: float
+
+
 PROMOTIONS: tuple[Promotion, ...] = ("all", "second_hit", "none")
 
 
@@ -295,6 +307,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         shared: bytes of host memory that all pools share; 0: each has the host slots of `sizes`.
         link: the speed of storage.
         near: a store before that one; None: there is none.
+        rivals: who else writes into that one; None: nobody, and it knows no claims.
         dirty: the cache is closed as it is when its clients are done, without `drain` or `flush`.
     """
 
@@ -327,6 +340,7 @@ class Life(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     shared: int = 0
     link: StorageLink = StorageLink()
     near: NearStore | None = None
+    rivals: Rivals | None = None
     dirty: bool = False
 
 

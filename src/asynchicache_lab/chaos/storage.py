@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import isclose
 from typing import Any
 
@@ -15,7 +16,9 @@ from asynchicache.backends.memory import MemoryBackend, MemoryEngine
 from asynchicache.cache import BaseCache
 from asynchicache.controller.inspection import Inspection
 from asynchicache.hashing import GROUP_PAGES, ObjectKey, page_digests
+from asynchicache.layouts import HEADER_BYTES
 from asynchicache.ports import Port
+from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.breaker import BreakerState
 from asynchicache.storage.chain import ChainStage, Promotion, StagePolicy, StorageChain
 from asynchicache.storage.limits import PoolLimits
@@ -32,7 +35,7 @@ from asynchicache_lab.chaos.calls import Call, Calls
 from asynchicache_lab.chaos.faults import SLOWER, FaultDraws
 from asynchicache_lab.chaos.identity import HostPages
 from asynchicache_lab.chaos.ledger import Ledger
-from asynchicache_lab.chaos.script import NearStore, StorageFaults, StorageLink
+from asynchicache_lab.chaos.script import NearStore, Rivals, StorageFaults, StorageLink
 from asynchicache_lab.chaos.store import ChaosStore
 
 CALL_SECONDS = 5e-4
@@ -77,6 +80,7 @@ class ChaosStorage:
         link: StorageLink,
         page_size: int,
         near: NearStore | None = None,
+        rivals: Rivals | None = None,
     ) -> None:
         self.store = store
         self.calls = Calls(asyncio.get_running_loop().time)
@@ -85,7 +89,8 @@ class ChaosStorage:
         self._stall = faults.stall
         self._exists = faults.exists
         self._rates = _rates(faults)
-        self._witness = VerifyingBackend(store, pages, ledger)
+        claims = partial(Claims, rivals, draws) if rivals is not None else None
+        self._witness = VerifyingBackend(store, pages, ledger, claims)
         self._faulty = Faulty(self._witness, self._rates, draws.chance, late_seconds=0.03)
         slow = Latency(self._faulty, CALL_SECONDS, sleep=self._sleep)
         self.ledger = ledger
@@ -385,22 +390,102 @@ class VerifyingBackend:
         bindings: bindings of the opened pools, by name.
     """
 
-    def __init__(self, store: ChaosStore, pages: Callable[[], HostPages], ledger: Ledger) -> None:
-        """`pages`: what belongs in the pages of pools that are opened now."""
+    def __init__(
+        self,
+        store: ChaosStore,
+        pages: Callable[[], HostPages],
+        ledger: Ledger,
+        claims: Callable[[ChaosStore, PoolBinding, HostPages], Claims] | None = None,
+    ) -> None:
+        """
+        Args:
+            store: the pages.
+            pages: what belongs in the pages of pools that are opened now.
+            ledger: gets what is wrong.
+            claims: makes the claims of a pool. Default: its engine knows none.
+        """
         self._store = store
         self._backend = MemoryBackend(store)
         self.name = f"watched-{self._backend.name}"
         self._pages = pages
         self._ledger = ledger
+        self._claims = claims
         self.bindings: dict[str, PoolBinding] = {}
 
     async def open_pool(self, binding: PoolBinding) -> PoolEngine:
         self.bindings[binding.pool] = binding
         engine = await self._backend.open_pool(binding)
-        return _VerifyingEngine(engine, binding, self._store, self._pages(), self._ledger)
+        pages = self._pages()
+        claims = self._claims and self._claims(self._store, binding, pages)
+        return _VerifyingEngine(engine, binding, self._store, pages, self._ledger, claims)
 
     async def aclose(self) -> None:
         await self._backend.aclose()
+
+
+class Claims:
+    """The claims of one cache and pool, among those of other caches on the same store, and of rivals that are
+    drawn: they hold a claim, and store the pages before it ends, or never."""
+
+    def __init__(
+        self, rivals: Rivals, draws: FaultDraws, store: ChaosStore, binding: PoolBinding, pages: HostPages
+    ) -> None:
+        self._rivals = rivals
+        self._draws = draws
+        self._store = store
+        assert isinstance(binding, SlotBinding)
+        self._binding = binding
+        self._pages = pages
+
+    async def claim(self, keys: Sequence[ObjectKey], seconds: float) -> list[Outcome]:
+        loop, claims = asyncio.get_running_loop(), self._store.claims
+        missing = [key for key in keys if key not in self._store]
+        free = [
+            key for key in missing if claims.get(key, (self, 0.0))[0] is self or claims[key][1] < loop.time()
+        ]
+        owner: object = self
+        if free and self._draws.occurs("storage.claimed", self._rivals.rate):
+            owner = self._rivals
+            if self._draws.chance.random() >= self._rivals.deaths:
+                loop.call_later(self._draws.chance.uniform(0, seconds), self._store_all, free)
+        claims.update((key, (owner, loop.time() + seconds)) for key in free)
+        mine = {key for key in missing if claims[key][0] is self}
+        return [
+            Outcome.MISS if key in mine else Outcome.CLAIMED if key in missing else Outcome.EXISTS
+            for key in keys
+        ]
+
+    def end(self, keys: Sequence[ObjectKey]) -> None:
+        """The cache has stored pages."""
+        for key in keys:
+            if self._store.claims.get(key, (None, 0.0))[0] is self:
+                del self._store.claims[key]
+
+    def _store_all(self, keys: Sequence[ObjectKey]) -> None:
+        """A rival stores its pages."""
+        for key in keys:
+            if key not in self._store:
+                page = self._pages.page(key, self._binding.slot_bytes)
+                slot = _OneSlot(page)
+                self._binding.over(slot).seal(0, key)
+                self._store.write(key, bytes(slot.header(0)), bytes(page[: self._binding.page_bytes]))
+            self._store.claims.pop(key, None)
+
+
+class _OneSlot:
+    """Memory of one slot."""
+
+    def __init__(self, page: bytearray) -> None:
+        self._views = memoryview(bytearray(HEADER_BYTES)), memoryview(page)
+
+    def header(self, slot: int) -> memoryview:
+        return self._views[0]
+
+    def page(self, slot: int) -> memoryview:
+        return self._views[1]
+
+    def regions(self) -> tuple[memoryview, memoryview]:
+        return self._views
 
 
 class _VerifyingEngine(EngineWrapper):
@@ -411,8 +496,12 @@ class _VerifyingEngine(EngineWrapper):
         store: ChaosStore,
         pages: HostPages,
         ledger: Ledger,
+        claims: Claims | None,
     ) -> None:
         super().__init__(engine)
+        self._claims = claims
+        if claims is not None:
+            self.claim = claims.claim
         self._binding = binding
         self._store = store
         self._pages = pages
@@ -439,6 +528,8 @@ class _VerifyingEngine(EngineWrapper):
                 )
         outcomes = await self._engine.put(keys, slots)
         self._tell(keys, outcomes)
+        if self._claims is not None:
+            self._claims.end(keys)
         return outcomes
 
     def _check_places(self, keys: Sequence[ObjectKey]) -> None:

@@ -34,11 +34,13 @@ class ChaosStore(MemoryStore):
 
     Attributes:
         keeper: observer of every page; None for no observer.
+        claims: who is to store a page, and until when.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         super().__init__(capacity_bytes)
         self.keeper: StoreObserver | None = None
+        self.claims: dict[ObjectKey, tuple[object, float]] = {}
         self._placed: dict[bytes, tuple[bytes, int]] = {}
         self._watchers: list[Gone] = []
         self._making_room = False

@@ -28,6 +28,7 @@ from asynchicache_lab.chaos.script import (
     ModelShape,
     NearStore,
     Pace,
+    Rivals,
     Script,
     ScriptEvent,
     StorageFaults,
@@ -59,6 +60,9 @@ _SUSPENDING_SEEDS = 5
 
 _HINTED_SEEDS = 6
 """One of so many seeds has requests with hints."""
+
+_RIVAL_SEEDS = 11
+"""One of so many seeds has other replicas that meet the same pages."""
 
 _TAIL_SEEDS = 7
 """Two of so many seeds have prefixes that end inside a page."""
@@ -95,6 +99,13 @@ def draw_script(seed: int) -> Script:
         script = _with_hints(script)
     if seed % _CHAINED_SEEDS == 4:
         script = _with_near_stores(script)
+    # A steady life has a bound for every wait, which is shorter than the lease of a rival that dies.
+    if (
+        seed % _RIVAL_SEEDS == 6
+        and script.capacity is None
+        and not any(one.steady for one in script.every_life)
+    ):
+        script = _with_rivals(script)
     return _with_suspensions(script) if seed % _SUSPENDING_SEEDS == 1 else script
 
 
@@ -112,6 +123,18 @@ def _with_near_stores(script: Script) -> Script:
         nbytes = chance.choice((2000, 20_000, 1_000_000))
         promote = chance.choice(PROMOTIONS)
         return msgspec.structs.replace(life, near=NearStore(nbytes=nbytes, promote=promote, faults=faults))
+
+    last = None if script.last is None else change(script.last)
+    return msgspec.structs.replace(script, lives=tuple(map(change, script.lives)), last=last)
+
+
+def _with_rivals(script: Script) -> Script:
+    """Let other replicas store some of the pages, or die on the way."""
+    chance = random.Random(f"rivals {script.seed}")
+
+    def change(life: Life) -> Life:
+        rivals = Rivals(rate=chance.choice((0.1, 0.5)), deaths=chance.choice((0.0, 0.3, 1.0)))
+        return msgspec.structs.replace(life, rivals=rivals)
 
     last = None if script.last is None else change(script.last)
     return msgspec.structs.replace(script, lives=tuple(map(change, script.lives)), last=last)
