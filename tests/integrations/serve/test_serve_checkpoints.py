@@ -188,3 +188,15 @@ def test_a_template_that_writes_a_token_of_another_vocabulary_is_refused(whole: 
     (folder / TEMPLATE).write_text("<image>{{ messages[0].content }}")
     with pytest.raises(ConfigError, match=r"token 300, but vocab_size of config\.json is 300"):
         load_checkpoint(folder)
+
+
+def test_an_end_that_the_model_cannot_write_is_told_of_once(
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "model")
+    written("generation_config.json", '{"eos_token_id": [3, 999999, -1]}')(folder)
+    loaded = load_checkpoint(folder)
+    assert 3 in loaded.stop_ids
+    assert loaded.stop_ids <= {*range(loaded.vocabulary)}
+    (told,) = [record.getMessage() for record in caplog.records if "eos_token_id" in record.getMessage()]
+    assert "-1, 999999" in told
