@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping
+from email.utils import parsedate_to_datetime
 from functools import partial
 
 from msgspec import structs
@@ -47,6 +49,7 @@ class MooncakeInventory:
         self._options = options
         self._port = port
         self._writes = writes
+        self._time = time.time()
         self._backend = MooncakeBackend(structs.replace(options, segment_bytes=0))
 
     async def pools(self) -> list[PoolListing]:
@@ -57,6 +60,10 @@ class MooncakeInventory:
             label = await self._read_label(client, folder) if client and folder in labels else None
             found.append(PoolListing.of(folder, pages[folder], label))
         return found
+
+    async def time(self) -> float:
+        """When the master was asked last, by its clock."""
+        return self._time
 
     def _survey(self) -> tuple[Mapping[str, Counter[bytes]], set[str]]:
         pages: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
@@ -74,6 +81,8 @@ class MooncakeInventory:
         ours, url = f"{options.namespace}:", f"http://{options.admin_address}/get_all_keys"
         try:
             with urllib.request.urlopen(url, timeout=options.open_seconds) as answer:
+                said = answer.headers["Date"]
+                self._time = parsedate_to_datetime(said).timestamp() if said else time.time()
                 for line in answer:
                     name = line.decode("ascii", "replace").strip()
                     if name.startswith(ours):

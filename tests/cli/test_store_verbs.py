@@ -255,14 +255,7 @@ def test_gc_leaves_alone_what_it_does_not_know(
     assert store.hits("old") == 20
 
 
-@pytest.mark.parametrize(
-    "store",
-    [
-        pytest.param(name, marks=pytest.mark.engine(engine))
-        for name, engine in (("object", "object"), ("redis", "redis"), ("hf3fs-redis", "redis"))
-    ],
-    indirect=True,
-)
+@pytest.mark.parametrize("store", [one for one in SHARED if one != "hf3fs"], indirect=True)
 def test_gc_with_a_clock_that_is_ahead_removes_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

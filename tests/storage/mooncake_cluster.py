@@ -14,8 +14,9 @@ import struct
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 from asynchicache.backends.mooncake import MooncakeBackend, MooncakeOptions
@@ -173,6 +174,10 @@ def _enter(namespace: int) -> None:
 def _loopback_up() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))
+
+
+with own_network(), suppress(ImportError):
+    import_module("mooncake.store")  # the threads of its etcd client stay where it was imported first
 
 
 class Watched:
