@@ -199,6 +199,14 @@ def test_clients_have_the_versions_that_are_run() -> None:
     assert {name: pins[package.get(name, name)] for name, _ in rows} == dict(rows)
 
 
+def test_the_manifest_is_checked_against_the_kubernetes_that_the_page_names() -> None:
+    (pinned,) = re.findall(
+        r"^kubernetes-validate==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE
+    )
+
+    assert f"Kubernetes {pinned} " in text("howto/deploy.md").replace("\n", " ")
+
+
 def has(call: Callable[..., object], word: str) -> bool:
     return any(word in name for name in inspect.signature(call).parameters)
 
