@@ -35,6 +35,7 @@ from asynchicache.pools.extents import ExtentAllocator
 from asynchicache.pools.host import HostPool
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.guard import GuardedPool
+from asynchicache.storage.limits import BatchResult
 from asynchicache.streams.base import Stream
 from asynchicache.streams.reactor import CompletionReactor
 from asynchicache.transfer.audit import AuditSample
@@ -549,6 +550,18 @@ def acknowledged_before_it_is_durable(patch: Patch) -> None:
         "write_finished",
         lambda self, work, *, stored, late=False: wrote(self, work, stored=True, late=late),
     )
+
+
+@bug
+def what_another_claimed_counts_as_stored(patch: Patch) -> None:
+    count = StorageWriter._count
+
+    def believing(self: StorageWriter, batches: Sequence[BatchResult]) -> bool:
+        for batch in batches:
+            batch.outcomes[:] = [Outcome.EXISTS if one is Outcome.CLAIMED else one for one in batch.outcomes]
+        return count(self, batches)
+
+    patch.setattr(StorageWriter, "_count", believing)
 
 
 @bug
