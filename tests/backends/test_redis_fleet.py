@@ -62,6 +62,19 @@ def keys_by_node(cluster: RedisCluster) -> dict[int, set[bytes]]:
     return {node.port: set(redis_at(node).keys()) for node in cluster.masters if node.running}
 
 
+async def test_claims_are_known_on_all_nodes_and_end_with_the_put(cluster: RedisCluster) -> None:
+    namespace = {"namespace": "claims"}
+    async with bench_at(cluster.url, **namespace) as bench, bench_at(cluster.url, **namespace) as other:
+        keys = bench.keys(*range(40))
+        assert await bench.engine.claim(keys, 60.0) == [MISS] * 40
+        assert await other.engine.claim(keys, 60.0) == [Outcome.CLAIMED] * 40
+        assert await bench.put(keys, range(40)) == [STORED] * 40
+        assert await other.engine.claim(keys, 60.0) == [EXISTS] * 40
+        claims = [key for found in keys_by_node(cluster).values() for key in found if b"claim" in key[-5:]]
+        assert claims == []
+        assert await bench.engine.clear() == 40
+
+
 async def test_one_node_is_enough_to_find_the_cluster_and_every_key_is_in_its_slot(
     cluster: RedisCluster,
 ) -> None:
