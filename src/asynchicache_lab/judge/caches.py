@@ -68,11 +68,12 @@ def _vllm_lmcache(folder: Path) -> Sequence[str]:
     """LMCache's server in a process of its own, which its connector starts."""
     disk = shlex.quote(json.dumps({"type": "fs", "base_path": str(folder)}))
     memory = f"--l1-size-gb=1 --l1-init-size-gb=1 --eviction-policy=LRU --chunk-size={VLLM.page}"
+    on_cpu = f"--supported-transfer-mode=auto --http-port={free_port()}"
     extra = {
         "lmcache.mp.host": "tcp://127.0.0.1",
         "lmcache.mp.port": free_port(),
         "lmcache.mp.autostart": True,
-        "lmcache.mp.autostart.server_args": f"{memory} --http-port={free_port()} --l2-adapter={disk}",
+        "lmcache.mp.autostart.server_args": f"{memory} {on_cpu} --l2-adapter={disk}",
     }
     module = "lmcache.integration.vllm.lmcache_mp_connector"
     return _transfer(

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -333,7 +333,7 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        return _state(self._process) not in {"", "Z", "X"}
+        return _about(self._process) is not None
 
     @property
     def healthy(self) -> bool:
@@ -393,6 +393,7 @@ class Server:
         Raises:
             ServerError: it did not end by itself; it is killed then.
         """
+        family = _family(self._process)
         with suppress(ProcessLookupError):
             os.kill(self._process, signal.SIGTERM)
         try:
@@ -400,13 +401,18 @@ class Server:
         except ServerError:
             raise ServerError(f"did not end in {SECONDS:.0f} s after SIGTERM ({self._log})") from None
         finally:
-            self.kill()
+            _kill(family)
 
     def kill(self) -> None:
         """End all of its processes at once, as a machine dies."""
+        _kill(_family(self._process))
+
+
+def _kill(processes: Iterable[int]) -> None:
+    for process in processes:
         with suppress(ProcessLookupError):
-            os.killpg(self._process, signal.SIGKILL)
-        _until(lambda: not _members(self._process), SECONDS)
+            os.kill(process, signal.SIGKILL)
+    _until(lambda: not any(_about(process) for process in processes), SECONDS)
 
 
 def free_port() -> int:
@@ -423,23 +429,23 @@ def _until(condition: Callable[[], object], seconds: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _state(process: int) -> str:
+def _about(process: int) -> tuple[int, int] | None:
+    """Parent and group of a process that has not ended."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return None
+    return None if fields[0] in "ZX" else (int(fields[1]), int(fields[2]))
 
 
-def _members(group: int) -> list[str]:
-    """Processes of a group that have not ended."""
-    members = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                state, _, leader = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-                if int(leader) == group and state not in "ZX":
-                    members.append(entry.name)
-    return members
+def _family(leader: int) -> set[int]:
+    """A server, its group, and what these have started, in groups of their own too."""
+    numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    known = {number: about for number in numbers if (about := _about(number))}
+    family = {number for number, (_, group) in known.items() if number == leader or group == leader}
+    while more := {number for number, (parent, _) in known.items() if parent in family} - family:
+        family |= more
+    return family
 
 
 def _complaint(log: Path, start: int = 0) -> str:
