@@ -38,11 +38,10 @@ import sys
 from pathlib import Path
 from models import checkpoint, train_adapter
 folder, plain, hybrid = Path(sys.argv[1]), *sys.argv[2:]
-made = {"a": checkpoint(folder, plain), "b": checkpoint(folder, plain + "_retrained")}
-made["hybrid"] = checkpoint(folder, hybrid)
+for name in (plain, plain + "_retrained", hybrid):
+    checkpoint(folder, name)
 for seed in (1, 2):
-    made[f"adapter{seed}"] = train_adapter(folder / f"judged_adapter{seed}", made["a"], seed)
-print("MADE", *(f"{name}={path}" for name, path in made.items()))
+    train_adapter(folder / f"judged_adapter{seed}", folder / plain, seed)
 """
 
 
@@ -74,13 +73,16 @@ def place(engine: str, folder: Path) -> Place:
         variables = engines_e2e.environment(folder / engine, whole)
     if engine == "vllm":
         variables["PYTHONPATH"] += os.pathsep + str(lmcache(folder / engine))
-    models = folder / engine / "models"
-    models.mkdir(parents=True, exist_ok=True)
-    command = [python, "-c", _MAKE, models, *MODELS[engine]]
-    made = subprocess.run(command, env=variables, cwd=models, check=True, text=True, stdout=subprocess.PIPE)
-    found = dict(each.split("=") for each in made.stdout.rpartition("MADE ")[2].split())
+    models, (plain, hybrid) = folder / engine / "models", MODELS[engine]
+    names = {"a": plain, "b": f"{plain}_retrained", "hybrid": hybrid}
+    found = {name: models / file for name, file in names.items()}
+    found |= {f"adapter{seed}": models / f"judged_adapter{seed}" for seed in (1, 2)}
+    if not all(path.exists() for path in found.values()):
+        models.mkdir(parents=True, exist_ok=True)
+        command = [python, "-c", _MAKE, models, plain, hybrid]
+        subprocess.run(command, env=variables, cwd=models, check=True)
     known = version("asynchicache") if engine == "serve" else whole.version
-    return Place(python, variables, known, {name: Path(path) for name, path in found.items()})
+    return Place(python, variables, known, found)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
