@@ -22,7 +22,7 @@ BEST = 5
 """Tokens of each place whose log probabilities are asked for."""
 SECONDS = 120.0
 """Most that an answer, or an end by SIGTERM, may take; more is a hang."""
-START_SECONDS = 300.0
+START_SECONDS = 600.0
 MODEL = "judged"
 """What clients call the model. An adapter has this name too, with `ADAPTER` behind it."""
 ADAPTER = "-adapter"
@@ -292,8 +292,10 @@ class Forks:
                 stderr=output,
                 cwd=folder,
             )
-        _until(lambda: self._door.exists() or self._process.poll() is not None, START_SECONDS)
-        if self._process.poll() is not None:
+        with suppress(ServerError):
+            _until(lambda: self._door.exists() or self._process.poll() is not None, START_SECONDS)
+        if not self._door.exists():
+            self.close()
             raise ServerError(f"{engine.name} cannot be imported: {_complaint(log)} ({log})")
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
