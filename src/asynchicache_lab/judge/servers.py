@@ -454,5 +454,6 @@ def _complaint(log: Path, start: int = 0) -> str:
     """The first error that was said since a place in a log, or the last line."""
     text = log.read_bytes()[start:].decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"(error|Error|Exception): ", line)]
+    said = [line for line in lines if "WARNING" not in line]
+    errors = [line for line in said if re.search(r"(error|Error|Exception): ", line)]
     return (errors[:1] or lines[-1:] or ["it said nothing"])[0][-300:]
