@@ -10,7 +10,7 @@ from typing import Any
 
 from toy import SPEC, Toy
 
-from asynchicache import CacheConfig, HybridCache, Request
+from asynchicache import CacheConfig, CacheHint, HybridCache, Request
 
 ANSWER = 6
 """Tokens of an answer."""
@@ -33,7 +33,7 @@ class Worker:
         self.toy = Toy(cache)
 
     async def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
-        async with self.cache.request(prompt) as request:
+        async with self.cache.request(prompt, hint=CacheHint(repeats=(len(prompt),))) as request:
             hit = await request.prefetch()
             await request.load()
             await self.compute(request)

@@ -86,6 +86,12 @@ def test_a_port_in_use_names_the_way_out(capsys: pytest.CaptureFixture[str]) -> 
         (["--max-running", "0"], "--max-running"),
         (["--max-context", "100000", "--port", "0"], "--max-context"),
         (["--chat-template", "a.jinja"], "--chat-template"),
+        (["--role", "prefill"], "by storage, which is 'none'"),
+        (["--role", "decode", "--storage-path", "x"], "'file'"),
+        (
+            ["--role", "decode", "--storage", "memory,file", "--storage-option", "file.path=x"],
+            "'memory+file'",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused(

@@ -28,11 +28,17 @@ from engines import free_port
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TUTORIAL = DOCS / "examples" / "tutorial.py"
+ROLES = DOCS / "examples" / "serve_roles.py"
 GROUP = DOCS / "examples" / "transformers_ranks.py"
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
-NEEDS = {"handover.py": "obstore", "litserve_api.py": "litserve", "transformers_ranks.py": "accelerate"}
+NEEDS = {
+    "handover.py": "obstore",
+    "litserve_api.py": "litserve",
+    "serve_roles.py": "obstore",
+    "transformers_ranks.py": "accelerate",
+}
 """Packages that examples need beside the library's own; `make test` installs them."""
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -177,8 +183,8 @@ def is_part(passage: str, source: str) -> bool:
 
 @pytest.mark.parametrize(
     "example",
-    # `test_tutorial.py` pastes what the tutorial shows of its own
-    [pytest.param(path, marks=pytest.mark.soak) if path == TUTORIAL else path for path in EXAMPLES],
+    # `test_tutorial.py` pastes what the tutorial shows of its own, and `test_serve_roles.py` has the proxy
+    [pytest.param(path, marks=pytest.mark.soak) if path in (TUTORIAL, ROLES) else path for path in EXAMPLES],
     ids=lambda path: path.name,
 )
 def test_every_example_runs(example: Path, output: Output) -> None:
@@ -225,7 +231,7 @@ def test_python_in_pages_is_part_of_an_example(block: Block) -> None:
 )
 def test_output_in_pages_is_what_an_example_prints(block: Block, output: Output) -> None:
     lacking = [path for path in EXAMPLES if lacks(path)]
-    candidates = [path for path in by_kinship(block.page) if path not in (*lacking, TUTORIAL)]
+    candidates = [path for path in by_kinship(block.page) if path not in (*lacking, TUTORIAL, ROLES)]
     for passage in passages(block):
         found = any(is_part(passage, output(path)) for path in candidates)
         if not found and any(path.name in block.page.read_text("utf-8") for path in lacking):

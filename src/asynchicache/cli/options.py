@@ -83,6 +83,13 @@ class ServeOptions(CommandOptions, frozen=True):
         str, about("prompts to read from storage before the server is ready: a file, one request body a line")
     ] = ""
     warm_seconds: Annotated[float, Meta(ge=0, le=LARGEST_FLOAT), about("the longest that this takes")] = 60.0
+    role: Annotated[
+        Literal["both", "prefill", "decode"],
+        about("compute prompts for others, or answer prompts that others compute; they share storage"),
+    ] = "both"
+    wait_seconds: Annotated[
+        float, Meta(ge=0, le=LARGEST_FLOAT), about("the longest that a decoder waits for a prompt")
+    ] = 10.0
     record_trace: Annotated[str, about("write a trace of the requests to this file, for `replay`")] = ""
     trace: Annotated[bool, about("make OpenTelemetry spans; start with `opentelemetry-instrument`")] = False
     seed: int = 0

@@ -72,6 +72,8 @@ def settings_of(options: ServeOptions, cache: CacheConfig) -> ServeSettings:
         record_trace=options.record_trace,
         warm=options.warm,
         warm_seconds=options.warm_seconds,
+        role=options.role,
+        wait_seconds=options.wait_seconds,
         trace=options.trace,
         admin_token=options.admin_token or admin_token(),
     )

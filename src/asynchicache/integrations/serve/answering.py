@@ -125,7 +125,8 @@ class Answer:
         """Token counts so far."""
         generation = self._generation
         by_tier = {tier.name.lower(): generation.tokens_by_tier.get(tier, 0) for tier in Tier}
-        return Usage(generation.prompt_tokens, self._tokens, generation.cached_tokens, by_tier)
+        durable = generation.durable_tokens
+        return Usage(generation.prompt_tokens, self._tokens, generation.cached_tokens, by_tier, durable)
 
 
 class AnswerSet:
@@ -167,8 +168,9 @@ class AnswerSet:
     @property
     def usage(self) -> Usage:
         """Token counts so far. A prompt counts once, as the first of its choices found it in the cache."""
-        total = Usage(0, 0, 0, {tier.name.lower(): 0 for tier in Tier})
         each = [answer.usage for answer in self._answers]
+        durable = min((usage.durable for usage in each if usage.durable is not None), default=None)
+        total = Usage(0, 0, 0, {tier.name.lower(): 0 for tier in Tier}, durable)
         for begin in range(0, len(each), self._choices):
             choices = each[begin : begin + self._choices]
             first = min(choices, key=lambda usage: usage.cached_tokens)
@@ -177,6 +179,7 @@ class AnswerSet:
                 total.completion_tokens + sum(usage.completion_tokens for usage in choices),
                 total.cached_tokens + first.cached_tokens,
                 {tier: count + first.by_tier[tier] for tier, count in total.by_tier.items()},
+                durable,
             )
         return total
 

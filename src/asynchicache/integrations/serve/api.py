@@ -13,8 +13,9 @@ from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
+from msgspec import structs
 from starlette.types import Send
 
 from asynchicache.errors import BusyError, CacheError
@@ -34,10 +35,11 @@ from asynchicache.integrations.serve.tokenizers import Tokenizer
 from asynchicache.integrations.transformers.admission import MAX_RUNNING, MAX_WAITING
 from asynchicache.integrations.transformers.model import PrefixCachedModel
 from asynchicache.integrations.transformers.sampling import Sampling
-from asynchicache.planner.hints import CacheHint
+from asynchicache.planner.hints import MAX_REPEATS, CacheHint
 from asynchicache.storage.breaker import BreakerState
 
 T = TypeVar("T")
+Role: TypeAlias = Literal["both", "prefill", "decode"]
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class ServedModel:
         temperature, top_p: defaults of requests.
         folder: of the checkpoint, as it was given; None: there is none.
         choices: most answers of one request.
+        role: what the server does; see `ServeSettings`.
+        wait_seconds: the longest that a decoder waits for a prompt that another server computes.
     """
 
     name: str
@@ -71,6 +75,8 @@ class ServedModel:
     top_p: float = 1.0
     folder: Path | None = None
     choices: int = MAX_RUNNING + MAX_WAITING
+    role: Role = "both"
+    wait_seconds: float = 10.0
 
     def is_called(self, name: str) -> bool:
         """Whether a request may name the model so: by its name, or by its folder, as other servers do."""
@@ -181,6 +187,9 @@ class Api:
         with self._working():
             self._check(request)
             prompts = await self.prompts(request)
+            if self.served.role == "prefill":
+                request = _prompts_only(request)
+                prompts = [(tokens, _repeated(hint, len(tokens))) for tokens, hint in prompts]
             async with AsyncExitStack() as stack:
                 answers = await self._begin_all(stack, request, prompts, traceparent)
                 reply = self._reply(request, reply_type)
@@ -283,6 +292,8 @@ class Api:
         stop_ids = frozenset[int]() if request.ignore_eos else served.stop_ids
         echo = isinstance(request, CompletionRequest) and bool(request.echo)
         new_tokens = self._new_tokens(request, len(tokens))
+        told = request.kv_transfer_params
+        computed = len(tokens) if told is None or told.durable is None else told.durable
         try:
             generation = self.model.generate(
                 tokens,
@@ -295,6 +306,9 @@ class Api:
                 logprobs=None if likely is None else min(likely, served.vocabulary),
                 prompt_logprobs=echo and likely is not None,
                 constraint=constraint,
+                until=computed if served.role == "decode" else 0,
+                seconds=served.wait_seconds,
+                durable=served.role != "both",
             )
         except BusyError as error:
             raise overloaded(f"{error}: try again later", self._retry_after()) from error
@@ -347,6 +361,21 @@ class Api:
     def _retry_after(self) -> int:
         """Estimate the seconds until a current request ends: the average service time."""
         return min(math.ceil(self._seconds), _LONGEST_WAIT)
+
+
+def _prompts_only(request: GenerationRequest) -> GenerationRequest:
+    """What a prefill is asked: the prompts, each once, with no answer."""
+    asked = structs.replace(
+        request, n=None, stream=None, max_tokens=0, max_completion_tokens=None, response_format=None
+    )
+    if isinstance(asked, CompletionRequest):
+        return structs.replace(asked, echo=None, logprobs=None)
+    return structs.replace(asked, logprobs=None, top_logprobs=None, tool_choice=None)
+
+
+def _repeated(hint: CacheHint, prompt: int) -> CacheHint:
+    """A hint that says too that a decoder asks for the prompt again, all of it."""
+    return replace(hint, repeats=(*hint.repeats[: MAX_REPEATS - 1], prompt))
 
 
 def unknown_model(name: str | None, known: str) -> ApiError:

@@ -146,6 +146,7 @@ class InfoEndpoints:
         body = {
             "status": "stopping" if api.stopping else "ok",
             "model": api.served.name,
+            "role": api.served.role,
             "running": api.model.running,
             "waiting": api.model.waiting,
             "storage": api.storage_state(),

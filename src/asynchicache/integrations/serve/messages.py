@@ -146,6 +146,16 @@ class SchemaFormat(msgspec.Struct, frozen=True, tag="json_schema", forbid_unknow
     json_schema: JsonSchema
 
 
+class TransferParams(msgspec.Struct, frozen=True):
+    """What a prefill answers, and a proxy sends to a decoder; other fields, of other connectors, are ignored.
+
+    Attributes:
+        durable: tokens that storage has, of a prompt and what was computed after it.
+    """
+
+    durable: Annotated[int, Meta(ge=0)] | None = None
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Fields of both endpoints. Null is the same as an omitted field.
 
@@ -163,6 +173,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
         cache_hint: whether the prompt will be continued, is over, or is to be kept; see `planner.hints`.
         response_format: text, any JSON object, or JSON of a schema.
         return_cached_tokens_details: tell the cached tokens of each tier, as SGLang does.
+        kv_transfer_params: of a decoder's request, what its prefill answered.
     """
 
     model: str | None = None
@@ -181,6 +192,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True, forbid_unknow
     max_completion_tokens: Natural | None = None
     return_cached_tokens_details: bool | None = None
     response_format: TextFormat | AnyJsonFormat | SchemaFormat | None = None
+    kv_transfer_params: TransferParams | None = None
 
     @property
     def hint(self) -> CacheHint:

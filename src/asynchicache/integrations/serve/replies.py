@@ -53,12 +53,14 @@ class Usage:
         completion_tokens: generated tokens, including a stop string or end of text that is not shown.
         cached_tokens: tokens of the prompt that came from the cache.
         by_tier: these, by the name of the farthest tier that any of them came from.
+        durable: tokens of each prompt and answer that storage has at least; None: nobody asked storage.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     by_tier: Mapping[str, int] = field(default_factory=dict)
+    durable: int | None = None
 
     def as_json(self) -> Body:
         return {
@@ -111,8 +113,10 @@ class Reply:
             self._choice(number, self._full(text), scores, reason)
             for number, (text, scores, reason) in enumerate(choices)
         ]
-        body = self._body(self.WHOLE, shown)
-        return msgspec.json.encode(body | {"usage": usage.as_json()} | self._tiers(usage))
+        body = self._body(self.WHOLE, shown) | {"usage": usage.as_json()} | self._tiers(usage)
+        if usage.durable is not None:
+            body["kv_transfer_params"] = {"durable": usage.durable}
+        return msgspec.json.encode(body)
 
     def opening(self, number: int, usage: Usage | None) -> bytes:
         """Return the first chunk of a choice, before any text; may be empty."""

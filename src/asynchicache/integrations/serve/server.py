@@ -17,7 +17,7 @@ import uvicorn
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig
 from asynchicache.errors import ConfigError
-from asynchicache.integrations.serve.api import Api, RequestCounts, ServedModel
+from asynchicache.integrations.serve.api import Api, RequestCounts, Role, ServedModel
 from asynchicache.integrations.serve.app import build_app
 from asynchicache.integrations.serve.attaching import ServedStorage
 from asynchicache.integrations.serve.description import describe
@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 _KEEP_ALIVE = 60  # seconds; longer than pauses of clients, or they would reuse a closing connection
 _LEAST_TOKEN = 16  # characters, so that it cannot be guessed
+_OF_ONE_PROCESS = {"file", "memory"}  # storage that no second server can have open
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -57,6 +58,9 @@ class ServeSettings:
         attach_seconds: pause between attempts to open storage.
         warm, warm_seconds: a file of prompts to read from storage before the server is ready, and the longest
             that this takes; empty: none.
+        role: `prefill` computes prompts, and answers when storage has them; `decode` waits until storage has
+            a prompt, and ends an answer when storage has that too; `both` asks no other server.
+        wait_seconds: the longest that a decoder waits.
     """
 
     cache: CacheConfig
@@ -78,8 +82,16 @@ class ServeSettings:
     attach_seconds: float = 5.0
     warm: str = ""
     warm_seconds: float = 60.0
+    role: Role = "both"
+    wait_seconds: float = 10.0
 
     def __post_init__(self) -> None:
+        names = self.cache.storage_name
+        if self.role != "both" and set(names.split("+")) <= {"", *_OF_ONE_PROCESS}:
+            raise ConfigError(
+                f"--role {self.role} hands prompts over by storage, which is {names or 'none'!r}: name one "
+                "that both servers open, such as redis or an object store"
+            )
         if self.admin_token and len(self.admin_token) < _LEAST_TOKEN:
             raise ConfigError(
                 f"the admin token has {len(self.admin_token)} characters: take {_LEAST_TOKEN} or more"
@@ -215,6 +227,8 @@ def _served(loaded: LoadedModel, settings: ServeSettings, capacity: int) -> Serv
         top_p=loaded.top_p,
         folder=loaded.folder,
         choices=settings.max_running + settings.max_waiting,
+        role=settings.role,
+        wait_seconds=settings.wait_seconds,
     )
 
 

@@ -31,12 +31,24 @@ class TokenConstraint(Protocol):
         ...
 
 
+class Handover(NamedTuple):
+    """What a generation shares with another process, by storage: see `PrefixCachedModel.generate`."""
+
+    until: int = 0
+    seconds: float | None = None
+    durable: bool = False
+
+
+ALONE = Handover()
+
+
 class OutputOptions(NamedTuple):
     """What an output may be, and what is told of it: see `PrefixCachedModel.generate`."""
 
     logprobs: int | None = None
     prompt_logprobs: bool = False
     constraint: TokenConstraint | None = None
+    handover: Handover = ALONE
 
 
 PLAIN = OutputOptions()
@@ -50,6 +62,8 @@ class GenerationJob:
         namespace, salt, traceparent, hint: as in `HybridCache.request`.
         sampler: chooses tokens.
         rule: decides when the output ends.
+        handover: what it shares with another process.
+        durable: tokens that storage has, if that is asked.
         logprobs: how many likely tokens the scores name; None for no scores.
         constraint: what the output may be.
         complete: whether the constraint ends the output with the last chosen token.
@@ -77,6 +91,8 @@ class GenerationJob:
         self.namespace, self.salt, self.traceparent, self.hint = namespace, salt, traceparent, hint
         self.sampler = Sampler(sampling)
         self.rule = rule
+        self.handover = options.handover
+        self.durable = 0 if self.handover.durable else None
         self.logprobs, self.constraint = options.logprobs, options.constraint
         self.complete = False
         self.scores: list[TokenScore] = []
@@ -192,6 +208,11 @@ class Generation:
     def miss_reason(self) -> MissReason:
         """Why the hit was not longer."""
         return self._job.hit.reason
+
+    @property
+    def durable_tokens(self) -> int | None:
+        """Tokens of prompt and output that storage says it has, known at the end; None if nobody asks it."""
+        return self._job.durable
 
     @property
     def ttft_s(self) -> float | None:

@@ -29,6 +29,7 @@ from asynchicache.integrations.transformers.forward import known_tokens, steady_
 from asynchicache.integrations.transformers.generation import (
     Generation,
     GenerationJob,
+    Handover,
     OutputOptions,
     TokenConstraint,
 )
@@ -182,6 +183,9 @@ class PrefixCachedModel:
         logprobs: int | None = None,
         prompt_logprobs: bool = False,
         constraint: TokenConstraint | None = None,
+        until: int = 0,
+        seconds: float | None = None,
+        durable: bool = False,
     ) -> Generation:
         """Start a generation; its tokens arrive as they are computed.
 
@@ -197,6 +201,8 @@ class PrefixCachedModel:
             logprobs: score the output, and name so many of the likeliest tokens. Default: None, no scores.
             prompt_logprobs: score the prompt too, which is computed whole: the cache keeps no logits.
             constraint: what the output may be; for this generation only.
+            until, seconds: first wait for what another process computes: see `Request.prefetch`.
+            durable: the generation ends when storage has prompt and output: see `Request.durable`.
 
         Raises:
             InvalidTokensError: no tokens, or ids outside the model's vocabulary.
@@ -216,7 +222,7 @@ class PrefixCachedModel:
         self._check_steady(len(prompt), max_new_tokens)
         if self._invitations is not None and not hint.repeats:
             hint = replace(hint, repeats=self._invitations.repeated(prompt))
-        more = OutputOptions(logprobs, prompt_logprobs, constraint)
+        more = OutputOptions(logprobs, prompt_logprobs, constraint, Handover(until, seconds, durable))
         job = GenerationJob(
             prompt, sampling, rule, more, namespace=namespace, salt=salt, traceparent=traceparent, hint=hint
         )
@@ -310,7 +316,8 @@ class PrefixCachedModel:
         request.keeps_record = True
         with ExitStack() as stack:
             stack.callback(request.end_record)
-            sequence = stack.enter_context(self._runner.context.calls.sequence())
+            memory = stack.enter_context(ExitStack())
+            sequence = memory.enter_context(self._runner.context.calls.sequence())
             if job.prompt_scores is not None:
                 row, published = await self._score(job, sequence), 0
             else:
@@ -322,6 +329,10 @@ class PrefixCachedModel:
             ending.record_of = request
             async with ending as output:
                 await self._runner.publish(output, sequence, row.length, row.kept, known=published)
+                if job.handover.durable:
+                    memory.close()  # others may compute while this is written
+                    queued.leave()
+                    job.durable = output.published if await output.durable() else 0
 
     def _request(self, job: GenerationJob) -> Request:
         return self._runner.context.request(
@@ -335,7 +346,7 @@ class PrefixCachedModel:
 
     async def _prefilled(self, job: GenerationJob, request: Request, sequence: int) -> Row:
         async with request:
-            await request.prefetch()
+            await request.prefetch(until=job.handover.until, seconds=job.handover.seconds)
             prompt = job.prompt.tolist()
             request.rest()  # releases its leases, so that they do not block eviction while it waits
             async with self._prefilling:
