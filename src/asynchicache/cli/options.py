@@ -89,7 +89,7 @@ class ServeOptions(CommandOptions, frozen=True):
     ] = "both"
     wait_seconds: Annotated[
         float, Meta(ge=0, le=LARGEST_FLOAT), about("the longest that a decoder waits for a prompt")
-    ] = 10.0
+    ] = 30.0
     record_trace: Annotated[str, about("write a trace of the requests to this file, for `replay`")] = ""
     trace: Annotated[bool, about("make OpenTelemetry spans; start with `opentelemetry-instrument`")] = False
     seed: int = 0

@@ -15,7 +15,7 @@ from asynchicache.errors import ConfigError
 if TYPE_CHECKING:
     from asynchicache_lab.bench import options as flags
     from asynchicache_lab.bench.ranks.options import RanksOptions
-    from asynchicache_lab.bench.serve.options import ServeBenchOptions
+    from asynchicache_lab.bench.serve.options import HandoverOptions, ServeBenchOptions
     from asynchicache_lab.bench.soak.options import SoakOptions
 
 
@@ -52,6 +52,7 @@ stores = Bench("stores.run:run_stores", "requests")
 _processes = Bench("ranks.run:run_ranks", "requests")
 _simulated = Bench("ranks.simulation:simulate", "requests")
 _serve = Bench("serve.run:run_serve", "rounds")
+_handover = Bench("serve.handover:run_handover", "prompts")
 
 
 def ranks(options: RanksOptions, output: Output) -> CommandResult:
@@ -85,19 +86,28 @@ def soak(options: SoakOptions, output: Output) -> CommandResult:
 
 
 def serve(options: ServeBenchOptions, output: Output) -> CommandResult:
-    """Conversations with servers of their own processes.
+    """Conversations with servers of their own processes; `ConfigError` as of `handover`."""
+    return _of_servers(_serve, options, output)
+
+
+def handover(options: HandoverOptions, output: Output) -> CommandResult:
+    """Prompts that one server computes and another one answers.
 
     Raises:
         ConfigError: a package is missing, or a server does not start.
     """
+    return _of_servers(_handover, options, output)
+
+
+def _of_servers(bench: Bench, options: object, output: Output) -> CommandResult:
     try:
         from transformers.utils.logging import set_verbosity_error
 
         import_module("asynchicache_lab.bench.serve.run")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"bench serve needs {error.name}: pip install 'asynchicache[serve]'") from error
+        raise ConfigError(f"it needs {error.name}: pip install 'asynchicache[serve]'") from error
     set_verbosity_error()
-    return _serve(options, output)
+    return bench(options, output)
 
 
 def _loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:

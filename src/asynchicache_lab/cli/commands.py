@@ -104,6 +104,12 @@ COMMANDS: tuple[Command, ...] = (
         f"{_CLI}.benches:serve",
     ),
     Command(
+        ("bench", "handover"),
+        "first tokens of prompts that another server has computed, beside those of prompts on the host",
+        f"{_BENCH}.serve.options:HandoverOptions",
+        f"{_CLI}.benches:handover",
+    ),
+    Command(
         ("chaos",),
         "search for wrong bytes, hangs and leaks: random traffic, faults and orders of events, by seed",
         "asynchicache_lab.chaos.options:ChaosOptions",

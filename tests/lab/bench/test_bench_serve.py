@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from asynchicache.cli.main import main
+from asynchicache.errors import ConfigError
 from asynchicache_lab.bench.serve.clients import ServeTurn, questions
-from asynchicache_lab.bench.serve.options import ServeBenchOptions
+from asynchicache_lab.bench.serve.handover import HandoverReport
+from asynchicache_lab.bench.serve.options import HandoverOptions, ServeBenchOptions
 from asynchicache_lab.bench.serve.plain import PlainTurn
 from asynchicache_lab.bench.serve.report import ServeReport
 from engines import executable
@@ -88,3 +90,39 @@ def test_it_runs(storage: str, tmp_path: Path) -> None:
     assert result["cached_tokens"] == result["ceiling_tokens"]
     assert result["tokens_equal"]
     assert result["errors"] == result["unhandled"] == []
+
+
+def test_a_handover_is_measured_by_medians_and_beside_the_host() -> None:
+    found = HandoverReport(HandoverOptions(), [2.0, 1.0, 9.0], [3.0], [4.0, 2.0])
+    result = json.loads(json.dumps(found.as_json(), allow_nan=False))
+    assert found.ok
+    assert (result["storage_ratio"], result["waiting_ratio"]) == (1.5, 1.5)
+    found.misses = 1
+    assert not found.ok
+    assert HandoverOptions(tokens=2000).whole == 1984
+    with pytest.raises(ConfigError, match="4090"):
+        HandoverOptions(tokens=4090)
+
+
+@pytest.mark.soak
+@pytest.mark.engine("redis")
+@pytest.mark.parametrize("model", ["qwen3_5", "deepseek_v4"])
+def test_a_prefill_and_a_decoder_are_measured(model: str, tmp_path: Path) -> None:
+    executable("redis-server")
+    written = tmp_path / "handover.json"
+    words = [
+        "bench",
+        "handover",
+        "--model",
+        model,
+        "--rounds",
+        "2",
+        "--tokens",
+        "200",
+        "--json",
+        str(written),
+    ]
+    assert main(words) == 0
+    result = json.loads(written.read_text())
+    assert result["ok"]
+    assert result["storage_ratio"] > 0

@@ -76,7 +76,7 @@ class ServedModel:
     folder: Path | None = None
     choices: int = MAX_RUNNING + MAX_WAITING
     role: Role = "both"
-    wait_seconds: float = 10.0
+    wait_seconds: float = 30.0
 
     def is_called(self, name: str) -> bool:
         """Whether a request may name the model so: by its name, or by its folder, as other servers do."""

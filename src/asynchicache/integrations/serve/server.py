@@ -83,7 +83,7 @@ class ServeSettings:
     warm: str = ""
     warm_seconds: float = 60.0
     role: Role = "both"
-    wait_seconds: float = 10.0
+    wait_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         names = self.cache.storage_name

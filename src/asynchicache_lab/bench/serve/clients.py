@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -25,11 +25,13 @@ class ServeTurn:
         tokens: the generated tokens.
         cached_tokens: number of prompt tokens served from the cache.
         ttft_ms: milliseconds from sending the request to the first token's arrival.
+        by_tier: the cached tokens of each tier.
     """
 
     tokens: list[int]
     cached_tokens: int
     ttft_ms: float
+    by_tier: Mapping[str, int] = field(default_factory=dict)
 
 
 class ServerError(CacheError):
@@ -63,6 +65,7 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
             "cache_salt": salt,
+            "return_cached_tokens_details": True,
         }
         try:
             return await self._stream(body)
@@ -72,6 +75,7 @@ class Client:
     async def _stream(self, body: Mapping[str, object]) -> ServeTurn:
         sent, first = time.perf_counter(), 0.0
         text, usage, ended = "", None, False
+        by_tier: Mapping[str, int] = {}
         async with self._http.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
                 raise ServerError(f"status {answer.status_code}: {(await answer.aread()).decode()}")
@@ -81,10 +85,12 @@ class Client:
                 chunk = _chunk(line)
                 text += "".join(choice["text"] for choice in chunk.get("choices", ()))
                 usage = chunk.get("usage") or usage
+                by_tier = chunk.get("sglext", {}).get("cached_tokens_details", by_tier)
         tokens = self._tokens.encode(text)
         if not ended or usage is None or len(tokens) != self._output_length:
             raise ServerError(f"an answer of {len(tokens)} tokens, {self._output_length} were asked for")
-        return ServeTurn(tokens, usage["prompt_tokens_details"]["cached_tokens"], (first - sent) * 1e3)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return ServeTurn(tokens, cached, (first - sent) * 1e3, by_tier)
 
 
 def _chunk(line: str) -> Mapping[str, Any]:

@@ -71,3 +71,26 @@ class ServeBenchOptions(CommandOptions, frozen=True):
         """Total pages of all finished conversations."""
         longest = self.prompt(self.num_rounds - 1) + self.output_length
         return self.num_clients * -(-longest // self.page_size)
+
+
+class HandoverOptions(CommandOptions, frozen=True):
+    """What is measured by `bench handover`.
+
+    Raises:
+        ConfigError: the tiny model has no positions for so many tokens.
+    """
+
+    model: Annotated[Literal["qwen3_5", "deepseek_v4"], about("class of the small random model")] = "qwen3_5"
+    tokens: Annotated[int, Meta(ge=64), about("tokens of a prompt")] = 2000
+    rounds: Annotated[Positive, about("prompts")] = 20
+    page_size: Annotated[Positive, about("tokens per page")] = 16
+    seed: int = 0
+
+    def check(self) -> None:
+        if self.tokens > CONTEXT - self.page_size:
+            raise ConfigError(f"--tokens {self.tokens}: the models have room for {CONTEXT}, with an answer")
+
+    @property
+    def whole(self) -> int:
+        """Tokens of a prompt that can be restored."""
+        return (self.tokens - 1) // self.page_size * self.page_size
