@@ -160,7 +160,7 @@ async def test_either_side_may_die_at_any_instant(opened: Pair, side: str, insta
             await opened.start(victim)
         answer = answer or await opened.ask(prompt)
         opened.check(prompt, answer)
-    assert harmed
+    assert harmed or instants == 1  # that one may come when all is said
 
 
 LOADED = tiny_loaded()
