@@ -324,9 +324,9 @@ class _WatchedCalls(EngineWrapper):
         self._storage = watched.storage
         self.capabilities = watched.storage.capabilities(engine.capabilities)
 
-    async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+    async def call(self, verb: str, *arguments: Any) -> Any:
         with self._counting_errors():
-            return await self._engine.delete(keys)
+            return await super().call(verb, *arguments)
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         with self._running("exists", keys) as call:
