@@ -6,8 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar, cast
+
+from redis.connection import ConnectionPool
 
 from asynchicache.backends.engine_registry import EngineRegistry
 from asynchicache.backends.redis.calls import Caller
@@ -215,10 +218,10 @@ class RedisBackend:
         if self._options.read_only or self._policy_checked:
             return
         self._policy_checked = True
-        for memory in await self.memory():
-            text = _pages_lost(memory, self._options)
-            if text:
-                logger.warning("%s %s", self._options.server, text)
+        for server in self._caller.servers.all():
+            with suppress(StorageError):  # a node of a cluster may be down: the others have their pages
+                if text := _pages_lost(await self._memory_of(server), self._options):
+                    logger.warning("%s %s", self._options.server, text)
 
     async def memory(self) -> list[dict[str, str]]:
         """What INFO says of the memory of each server; nothing where the user may not ask.
@@ -226,12 +229,12 @@ class RedisBackend:
         Raises:
             StorageError: a server cannot be reached.
         """
-        found = []
-        for server in self._caller.servers.all():
-            (answer,) = await self._told(self._caller.run(server, lambda wire: wire.ask(("INFO", "memory"))))
-            lines = answer.decode("utf-8", "replace").splitlines() if isinstance(answer, bytes) else []
-            found.append(dict(line.split(":", 1) for line in lines if ":" in line))
-        return found
+        return [await self._memory_of(server) for server in self._caller.servers.all()]
+
+    async def _memory_of(self, server: ConnectionPool) -> dict[str, str]:
+        (answer,) = await self._told(self._caller.run(server, lambda wire: wire.ask(("INFO", "memory"))))
+        lines = answer.decode("utf-8", "replace").splitlines() if isinstance(answer, bytes) else []
+        return dict(line.split(":", 1) for line in lines if ":" in line)
 
     async def time(self) -> float:
         """The Unix time of a server, in seconds; ours if the user may not ask.

@@ -178,6 +178,23 @@ async def test_a_master_is_killed_under_16_clients(tmp_path: Path) -> None:
                 assert await bench.put(fresh, range(20)) == [STORED] * 20
 
 
+async def test_a_cache_is_opened_while_a_share_of_the_cluster_is_down(tmp_path: Path) -> None:
+    with RedisCluster(tmp_path, MIXED) as cluster:
+        async with bench_at(cluster.url) as bench:
+            keys = bench.keys(*range(24))
+            assert await bench.put(keys, range(24)) == [STORED] * 24
+        for node in cluster.nodes:
+            redis_at(node).config_set("cluster-require-full-coverage", "no")
+        marked = redis_at(cluster.masters[0]).execute_command("CLUSTER", "KEYSLOT", "asynchicache:FORMAT")
+        gone = next(share for share in (1, 2) if share != marked * 3 // 16384)
+        cluster.replicas[gone].kill()
+        cluster.masters[gone].kill()
+
+        async with bench_at(cluster.url) as bench:
+            outcomes = await bench.get(keys, range(24))
+            assert set(outcomes) == {HIT, Outcome.FAILED}, "it costs its share of the pages"
+
+
 async def test_a_master_that_hangs_is_left_for_the_one_that_takes_its_place(tmp_path: Path) -> None:
     with RedisCluster(tmp_path, MIXED) as cluster:
         async with bench_at(cluster.url, timeout_seconds=5) as bench:
