@@ -154,11 +154,12 @@ def _names_under_type_checking(module: str) -> dict[str, object]:
     from asynchicache.replay.options import ReplayOptions
     from asynchicache_lab.bench import options as flags
     from asynchicache_lab.bench.ranks.options import RanksOptions
-    from asynchicache_lab.bench.serve.options import ServeBenchOptions
+    from asynchicache_lab.bench.serve.options import HandoverOptions, ServeBenchOptions
     from asynchicache_lab.bench.soak.options import SoakOptions
     from asynchicache_lab.bench.storage.options import StorageBenchOptions
 
-    kinds = (RanksOptions, ReplayOptions, ServeBenchOptions, SoakOptions, StorageBenchOptions)
+    kinds = (HandoverOptions, RanksOptions, ReplayOptions, ServeBenchOptions, SoakOptions)
+    kinds += (StorageBenchOptions,)
     return {"flags": flags} | {
         kind.__name__: kind for kind in kinds if module.endswith(("benches", "replay"))
     }

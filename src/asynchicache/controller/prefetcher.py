@@ -53,7 +53,8 @@ begin small, double while they are fast, and halve while they are slow, down to 
 
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
-"""Seconds between questions for a prefix that has not come: they double."""
+_PAUSE_SHARE = 1 / 8
+"""Seconds between questions for a prefix that has not come, and their share of the time that it took so far."""
 
 _REASONS_OF_THE_MATCH = (MissReason.COLD, MissReason.STATE, MissReason.WINDOW)
 
@@ -223,16 +224,17 @@ class Prefetcher:
         Raises:
             ClosedError: the cache is closing.
         """
-        wanted, pause = self._prefetches.wanted(request.tokens, until), _FIRST_PAUSE
+        wanted, clock = self._prefetches.wanted(request.tokens, until), asyncio.get_running_loop().time
+        began = clock()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 digests = await self._digests(request.tokens, request.seed)
                 while not await self._has_come(request, digests, wanted):
                     if not self._storage or self._executor.failure or request.closed or request.loaded:
                         return False
-                    await asyncio.sleep(pause)
+                    pause = max((clock() - began) * _PAUSE_SHARE, _FIRST_PAUSE)
+                    await asyncio.sleep(min(pause, _LONGEST_PAUSE))
                     self._executor.check_open()
-                    pause = min(2 * pause, _LONGEST_PAUSE)
                 return True
         return False
 
