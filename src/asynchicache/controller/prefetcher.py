@@ -54,7 +54,7 @@ begin small, double while they are fast, and halve while they are slow, down to 
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 _PAUSE_SHARE = 1 / 8
-"""Seconds between questions for a prefix that has not come, and their share of the time that it took so far."""
+"""Seconds between questions for a prefix that has not come; and as a share of the wait so far."""
 
 _REASONS_OF_THE_MATCH = (MissReason.COLD, MissReason.STATE, MissReason.WINDOW)
 

@@ -548,7 +548,7 @@ def acknowledged_before_it_is_durable(patch: Patch) -> None:
     patch.setattr(
         BackupPlanner,
         "write_finished",
-        lambda self, work, *, stored, late=False: wrote(self, work, stored=True, late=late),
+        lambda self, work, *, stored, **others: wrote(self, work, stored=True, **others),
     )
 
 
