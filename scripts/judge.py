@@ -22,8 +22,8 @@ import engines_e2e
 
 from asynchicache_lab.judge.caches import CACHES, Cache
 from asynchicache_lab.judge.cases import CASES, Case
-from asynchicache_lab.judge.servers import Forks, Place, ServerError
-from asynchicache_lab.judge.trial import Trial
+from asynchicache_lab.judge.servers import Forks, JudgedServerError, Place
+from asynchicache_lab.judge.trial import CacheTrial
 from asynchicache_lab.judge.verdicts import RED, References, Verdict, as_json, judge, show
 from conformance import pip, python_of, ready
 
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             versions[cache.name], found = _judge(cache, cases, options)
             verdicts += found
-        except ServerError as error:
+        except JudgedServerError as error:
             print(f"{cache.name} was not judged: it {error}; try it alone: make judge ARGS={cache.name}")
             verdicts += [Verdict(cache.name, case.name, "FAILED", f"{error}") for case in cases[:1]]
             versions.setdefault(cache.name, "")
@@ -137,7 +137,7 @@ def _judge(cache: Cache, cases: Sequence[Case], options: argparse.Namespace) -> 
     with TemporaryDirectory(prefix="judge") as door:
         forks = Forks(cache.engine, found, Path(door))
         try:
-            trial = Trial(cache, found, forks, folder)
+            trial = CacheTrial(cache, found, forks, folder)
             references = References(
                 cache, found, forks, folder.parent / f"{cache.engine.name}-references.json"
             )

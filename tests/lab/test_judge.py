@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from asynchicache_lab.judge.caches import CACHES
 from asynchicache_lab.judge.cases import CASES
-from asynchicache_lab.judge.servers import Answer, Forks, Place, Serve
-from asynchicache_lab.judge.trial import Trial
+from asynchicache_lab.judge.servers import Forks, JudgedAnswer, Place, Serve
+from asynchicache_lab.judge.trial import CacheTrial
 from asynchicache_lab.judge.verdicts import References, Verdict, compare, judge, show
 from integrations.serve.checkpoints import save_checkpoint
 
@@ -50,7 +50,7 @@ def forks(place: Place) -> Iterator[Forks]:
 def verdicts(place: Place, forks: Forks, folder: Path, cache: object, names: Sequence[str]) -> list[Verdict]:
     references = References(cache, place, forks, folder.parent / "references.json")
     cases = [case for case in CASES if case.name in names]
-    return judge(Trial(cache, place, forks, folder), cases, references, lambda life: None)
+    return judge(CacheTrial(cache, place, forks, folder), cases, references, lambda life: None)
 
 
 def test_a_server_of_ours_is_right_and_keeps_what_it_promised(
@@ -90,7 +90,7 @@ def test_what_does_not_start_is_said_in_a_line(place: Place, forks: Forks, tmp_p
         verdicts(place, forks, tmp_path, broken, ["warm"])
 
 
-RIGHT = Answer(["5", "7"], [-1.0, -2.0], [{"5": -1.0, "6": -1.001}, {"7": -2.0, "8": -3.0}], 0)
+RIGHT = JudgedAnswer(["5", "7"], [-1.0, -2.0], [{"5": -1.0, "6": -1.001}, {"7": -2.0, "8": -3.0}], 0)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,6 @@ RIGHT = Answer(["5", "7"], [-1.0, -2.0], [{"5": -1.0, "6": -1.001}, {"7": -2.0, 
     ],
 )
 def test_rounding_is_no_error(tokens: list[str], logprobs: list[float], words: str) -> None:
-    found = compare(Answer(tokens, logprobs, [], 4), RIGHT, 1e-3)
+    found = compare(JudgedAnswer(tokens, logprobs, [], 4), RIGHT, 1e-3)
     assert words in found
     assert bool(words) == bool(found)

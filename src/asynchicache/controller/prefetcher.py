@@ -305,9 +305,8 @@ class Prefetcher:
             return  # it went on meanwhile
         if prefetch.ended is not None:
             self._planner.rematch(request)  # others may have published since it ended
-            if self._prefetches.backup_in_flight(
-                tokens, seed
-            ):  # and have not saved it when the time was over
+            # They may not have saved it when the time was over.
+            if self._prefetches.backup_in_flight(tokens, seed):
                 request.cut(MissReason.DEADLINE)
             return
         self._settle(prefetch, reason)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asynchicache_lab.judge.servers import VLLM, Engine, Serve, SGLang, free_port
+from asynchicache_lab.judge.servers import VLLM, JudgedEngine, Serve, SGLang, free_port
 
 Options = Callable[[Path], Sequence[str]]
 
@@ -26,7 +26,7 @@ class Cache(NamedTuple):
     """
 
     name: str
-    engine: Engine
+    engine: JudgedEngine
     options: Options = lambda folder: ()
     environment: Callable[[Path], Mapping[str, str]] = lambda folder: {}
     ours: bool = False

@@ -33,11 +33,11 @@ _KEY = "the-key-of-an-operator"
 _POLL_SECONDS = 0.05
 
 
-class ServerError(Exception):
+class JudgedServerError(Exception):
     """A server did not start, ended, hung, or refused a request; the message says which."""
 
 
-class Answer(NamedTuple):
+class JudgedAnswer(NamedTuple):
     """What a request got.
 
     Attributes:
@@ -70,7 +70,7 @@ class Place(NamedTuple):
     models: Mapping[str, Path]
 
 
-class Life(NamedTuple):
+class ServerLife(NamedTuple):
     """How a server is started.
 
     Attributes:
@@ -88,7 +88,7 @@ class Life(NamedTuple):
     environment: Mapping[str, str]
 
 
-class Engine(ABC):
+class JudgedEngine(ABC):
     """What is different about an engine.
 
     Attributes:
@@ -111,7 +111,7 @@ class Engine(ABC):
     uncached: Sequence[str]
 
     @abstractmethod
-    def arguments(self, life: Life, port: int) -> list[str]: ...
+    def arguments(self, life: ServerLife, port: int) -> list[str]: ...
 
     @abstractmethod
     def body(
@@ -120,7 +120,7 @@ class Engine(ABC):
         """Path and body of a request that is answered greedily, with log probabilities."""
 
     @abstractmethod
-    def read(self, answer: Any) -> Answer: ...
+    def read(self, answer: Any) -> JudgedAnswer: ...
 
     @abstractmethod
     def flush(self, server: Server) -> None:
@@ -128,10 +128,10 @@ class Engine(ABC):
 
     def update(self, server: Server, model: Path) -> None:
         """Put another checkpoint's weights into the running server, as the engine's documentation says."""
-        raise ServerError(f"{self.name} has no verb for weights")
+        raise JudgedServerError(f"{self.name} has no verb for weights")
 
 
-class OpenAIEngine(Engine):
+class OpenAIEngine(JudgedEngine):
     """One that has OpenAI's completions."""
 
     def body(
@@ -141,10 +141,10 @@ class OpenAIEngine(Engine):
         named = {"model": MODEL + ADAPTER * adapter, "prompt": list(prompt), "max_tokens": new}
         return "/v1/completions", {**named, "temperature": 0, "ignore_eos": True, "logprobs": BEST, **salted}
 
-    def read(self, answer: Any) -> Answer:
+    def read(self, answer: Any) -> JudgedAnswer:
         found = answer["choices"][0]["logprobs"]
         details = answer["usage"].get("prompt_tokens_details") or {}
-        return Answer(
+        return JudgedAnswer(
             found["tokens"], found["token_logprobs"], found["top_logprobs"], details.get("cached_tokens") or 0
         )
 
@@ -166,7 +166,7 @@ class VLLM(OpenAIEngine):
     verbs = frozenset({"flush", "update", "adapter"})
     uncached = ("--no-enable-prefix-caching",)
 
-    def arguments(self, life: Life, port: int) -> list[str]:
+    def arguments(self, life: ServerLife, port: int) -> list[str]:
         # Eager, and with a size of the KV cache, it does not warm up.
         shared = f"""
             --max-model-len={MAX_TOKENS} --max-num-batched-tokens={MAX_TOKENS} --max-num-seqs=8
@@ -190,7 +190,7 @@ class VLLM(OpenAIEngine):
         )
 
 
-class SGLang(Engine):
+class SGLang(JudgedEngine):
     name = "sglang"
     module = "sglang.launch_server"
     preloaded = (
@@ -206,7 +206,7 @@ class SGLang(Engine):
     verbs = frozenset({"flush", "update", "adapter"})
     uncached = ("--disable-radix-cache",)
 
-    def arguments(self, life: Life, port: int) -> list[str]:
+    def arguments(self, life: ServerLife, port: int) -> list[str]:
         # Two requests run and others wait, so that a linker can read what they will hit.
         shared = f"""
             --max-running-requests=2 --schedule-policy=lpm --max-total-tokens={2 * MAX_TOKENS}
@@ -230,9 +230,9 @@ class SGLang(Engine):
         salted = {"cache_salt": salt} if salt else {}
         return "/generate", body | salted | ({"lora_path": MODEL + ADAPTER} if adapter else {})
 
-    def read(self, answer: Any) -> Answer:
+    def read(self, answer: Any) -> JudgedAnswer:
         about = answer["meta_info"]
-        return Answer(
+        return JudgedAnswer(
             [str(token) for token in answer["output_ids"]],
             [each[0] for each in about["output_token_logprobs"]],
             [{str(token): logprob for logprob, token, _ in each} for each in about["output_top_logprobs"]],
@@ -262,7 +262,7 @@ class Serve(OpenAIEngine):
     verbs = frozenset({"flush"})
     uncached = ()  # whoever asks for what is not cached has a salt of his own
 
-    def arguments(self, life: Life, port: int) -> list[str]:
+    def arguments(self, life: ServerLife, port: int) -> list[str]:
         memory = {"device_bytes": "40MiB" if life.hybrid else "16MiB", "host_bytes": "128MiB"}
         shared = f"--port={port} --page-size={self.page} --dtype=float32 --threads=1 --admin-token={_KEY}"
         named = (f"--model={life.model}", f"--served-model-name={MODEL}", f"--config={json.dumps(memory)}")
@@ -281,7 +281,7 @@ class Forks:
         folder: of the socket and the log; paths of sockets are short.
     """
 
-    def __init__(self, engine: Engine, place: Place, folder: Path) -> None:
+    def __init__(self, engine: JudgedEngine, place: Place, folder: Path) -> None:
         self._door, log = folder / f"{engine.name}.forks", folder / f"{engine.name}.forks.log"
         command = [str(place.python), "-m", "fork_server", str(self._door), engine.module]
         with log.open("w") as output:
@@ -292,11 +292,11 @@ class Forks:
                 stderr=output,
                 cwd=folder,
             )
-        with suppress(ServerError):
+        with suppress(JudgedServerError):
             _until(lambda: self._door.exists() or self._process.poll() is not None, START_SECONDS)
         if not self._door.exists():
             self.close()
-            raise ServerError(f"{engine.name} cannot be imported: {_complaint(log)} ({log})")
+            raise JudgedServerError(f"{engine.name} cannot be imported: {_complaint(log)} ({log})")
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
         """Return the process of a new server, which leads a group."""
@@ -316,22 +316,22 @@ class Server:
     """A running server; ready when it is made.
 
     Raises:
-        ServerError: it does not start; says the last line of its log.
+        JudgedServerError: it does not start; says the last line of its log.
     """
 
-    def __init__(self, engine: Engine, forks: Forks, life: Life, log: Path) -> None:
+    def __init__(self, engine: JudgedEngine, forks: Forks, life: ServerLife, log: Path) -> None:
         self.engine, self._log = engine, log
         self._port = free_port()
         said = log.stat().st_size if log.exists() else 0
         self._process = forks.fork(engine.arguments(life, self._port), life.environment, log)
         try:
             _until(lambda: self.healthy or not self.alive, START_SECONDS)
-        except ServerError:
+        except JudgedServerError:
             self.kill()
-            raise ServerError(f"is not healthy after {START_SECONDS:.0f} s ({log})") from None
+            raise JudgedServerError(f"is not healthy after {START_SECONDS:.0f} s ({log})") from None
         if not self.alive:
             self.kill()
-            raise ServerError(f"does not start: {_complaint(log, said)} ({log})")
+            raise JudgedServerError(f"does not start: {_complaint(log, said)} ({log})")
 
     @property
     def alive(self) -> bool:
@@ -341,10 +341,12 @@ class Server:
     def healthy(self) -> bool:
         try:
             return self.status("GET", "/health") == 200
-        except ServerError:
+        except JudgedServerError:
             return False
 
-    def ask(self, prompt: Prompt, *, new: int, salt: str | None = None, adapter: bool = False) -> Answer:
+    def ask(
+        self, prompt: Prompt, *, new: int, salt: str | None = None, adapter: bool = False
+    ) -> JudgedAnswer:
         path, body = self.engine.body(prompt, new, salt, adapter=adapter)
         return self.engine.read(self.call("POST", path, body))
 
@@ -361,11 +363,11 @@ class Server:
         """Return the JSON of an answer, or its text.
 
         Raises:
-            ServerError: there is no answer in time, or its status is no success.
+            JudgedServerError: there is no answer in time, or its status is no success.
         """
         status, text = self._request(method, path, body)
         if status // 100 != 2:
-            raise ServerError(f"{method} {path}: HTTP {status}: {text[:300]}")
+            raise JudgedServerError(f"{method} {path}: HTTP {status}: {text[:300]}")
         try:
             return json.loads(text)
         except ValueError:
@@ -382,9 +384,9 @@ class Server:
                 response = connection.getresponse()
                 return response.status, response.read().decode(errors="replace")
             except TimeoutError:
-                raise ServerError(f"{method} {path}: no answer in {SECONDS:.0f} s") from None
+                raise JudgedServerError(f"{method} {path}: no answer in {SECONDS:.0f} s") from None
             except (OSError, HTTPException) as error:
-                raise ServerError(f"{method} {path}: {type(error).__name__} {error}") from error
+                raise JudgedServerError(f"{method} {path}: {type(error).__name__} {error}") from error
 
     def until(self, condition: Callable[[], bool]) -> None:
         _until(condition, SECONDS)
@@ -393,15 +395,15 @@ class Server:
         """End it as a process manager does.
 
         Raises:
-            ServerError: it did not end by itself; it is killed then.
+            JudgedServerError: it did not end by itself; it is killed then.
         """
         family = _family(self._process)
         with suppress(ProcessLookupError):
             os.kill(self._process, signal.SIGTERM)
         try:
             _until(lambda: not self.alive, SECONDS)
-        except ServerError:
-            raise ServerError(f"did not end in {SECONDS:.0f} s after SIGTERM ({self._log})") from None
+        except JudgedServerError:
+            raise JudgedServerError(f"did not end in {SECONDS:.0f} s after SIGTERM ({self._log})") from None
         finally:
             _kill(family)
 
@@ -427,7 +429,7 @@ def _until(condition: Callable[[], object], seconds: float) -> None:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
-            raise ServerError(f"still not so after {seconds:.0f} s")
+            raise JudgedServerError(f"still not so after {seconds:.0f} s")
         time.sleep(_POLL_SECONDS)
 
 

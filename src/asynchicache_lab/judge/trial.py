@@ -15,13 +15,13 @@ from typing import NamedTuple
 from asynchicache_lab.judge.caches import Cache
 from asynchicache_lab.judge.servers import (
     MAX_TOKENS,
-    Answer,
     Forks,
-    Life,
+    JudgedAnswer,
+    JudgedServerError,
     Place,
     Prompt,
     Server,
-    ServerError,
+    ServerLife,
 )
 
 _QUIET_SECONDS = 1.0
@@ -47,15 +47,15 @@ class Question(NamedTuple):
     new: int
 
 
-class Given(NamedTuple):
+class TrialOptions(NamedTuple):
     """An answer, and when it was given."""
 
     question: Question
-    answer: Answer
+    answer: JudgedAnswer
     life: str
 
 
-class Trial:
+class CacheTrial:
     """A cache under trial: its server, its storage, and the weights that its operator has given to it.
 
     Args:
@@ -77,10 +77,10 @@ class Trial:
     def server(self) -> Server:
         """
         Raises:
-            ServerError: it has ended, or never started.
+            JudgedServerError: it has ended, or never started.
         """
         if self._server is None or not self._server.alive:
-            raise ServerError("the server has ended")
+            raise JudgedServerError("the server has ended")
         return self._server
 
     @property
@@ -95,7 +95,7 @@ class Trial:
             self._link("adapter", self._place.models[f"adapter{self.adapter}"]) if self.adapter else None
         )
         options, variables = self.cache.options(self.store), self.cache.environment(self.store)
-        life = Life(model, adapter, self.weights == "hybrid", options, variables)
+        life = ServerLife(model, adapter, self.weights == "hybrid", options, variables)
         self.began = time.monotonic()
         self._server = Server(self.cache.engine, self._forks, life, self._folder / "server.log")
 
@@ -190,23 +190,23 @@ class Trial:
             self.server.ask(self.noise(MAX_TOKENS - 50), new=1)
 
 
-def _restart(trial: Trial) -> None:
+def _restart(trial: CacheTrial) -> None:
     trial.stop()
     trial.start()
 
 
-def _kill(trial: Trial) -> None:
+def _kill(trial: CacheTrial) -> None:
     trial.kill_under_load()
     trial.start()
 
 
-def _update(trial: Trial) -> None:
+def _update(trial: CacheTrial) -> None:
     trial.cache.engine.update(trial.server, trial.other_weights)
     trial.weights = "b"
 
 
-def _with(weights: str, adapter: int = 0) -> Callable[[Trial], None]:
-    def restart(trial: Trial) -> None:
+def _with(weights: str, adapter: int = 0) -> Callable[[CacheTrial], None]:
+    def restart(trial: CacheTrial) -> None:
         trial.stop()
         trial.weights = weights
         trial.adapter = adapter if "adapter" in trial.cache.engine.verbs else 0
@@ -215,8 +215,8 @@ def _with(weights: str, adapter: int = 0) -> Callable[[Trial], None]:
     return restart
 
 
-def _hurt(hurt: Callable[[Trial], None]) -> Callable[[Trial], None]:
-    def restart(trial: Trial) -> None:
+def _hurt(hurt: Callable[[CacheTrial], None]) -> Callable[[CacheTrial], None]:
+    def restart(trial: CacheTrial) -> None:
         trial.stop()
         hurt(trial)
         trial.start()
@@ -224,22 +224,22 @@ def _hurt(hurt: Callable[[Trial], None]) -> Callable[[Trial], None]:
     return restart
 
 
-def _hybrid(trial: Trial) -> None:
+def _hybrid(trial: CacheTrial) -> None:
     trial.stop()
     trial.empty()
     trial.weights, trial.adapter = "hybrid", 0
     trial.start()
 
 
-EVENTS: Mapping[str, Callable[[Trial], None]] = {
+EVENTS: Mapping[str, Callable[[CacheTrial], None]] = {
     "restart": _restart,
     "kill": _kill,
     "update in place": _update,
     "back": _with("a", 1),
     "adapter trained again": _with("a", 2),
     "weights changed": _with("b"),
-    "damage": _hurt(Trial.damage),
-    "truncation": _hurt(Trial.truncate),
+    "damage": _hurt(CacheTrial.damage),
+    "truncation": _hurt(CacheTrial.truncate),
     "restart after loss": _restart,
     "hybrid": _hybrid,
     "hybrid restart": _restart,
@@ -259,8 +259,8 @@ class Witness:
         recovered: seconds from a start, or from the return of what was lost, to the first hit.
     """
 
-    def __init__(self, trial: Trial, name: str) -> None:
-        self.trial, self.given = trial, list[Given]()
+    def __init__(self, trial: CacheTrial, name: str) -> None:
+        self.trial, self.given = trial, list[TrialOptions]()
         self.promised = self.served = 0
         self.recovered: float | None = None
         self._random = random.Random(name)
@@ -282,10 +282,10 @@ class Witness:
         trial = self.trial
         server = trial.server
 
-        def ask(prompt: Prompt) -> Given:
+        def ask(prompt: Prompt) -> TrialOptions:
             answer = server.ask(prompt, new=new, salt=salt, adapter=adapter)
             known = Question(trial.weights, trial.adapter * adapter, tuple(prompt), new)
-            return Given(known, answer, trial.life)
+            return TrialOptions(known, answer, trial.life)
 
         with ThreadPoolExecutor(1 if in_turn else 8) as clients:
             given = list(clients.map(ask, prompts))

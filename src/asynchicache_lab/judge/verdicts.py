@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from asynchicache_lab.judge.caches import Cache
 from asynchicache_lab.judge.cases import CASES, Case, Leak, Steps
-from asynchicache_lab.judge.servers import Answer, Forks, Life, Place, Server, ServerError
-from asynchicache_lab.judge.trial import EVENTS, Given, Question, Trial, Witness
+from asynchicache_lab.judge.servers import Forks, JudgedAnswer, JudgedServerError, Place, Server, ServerLife
+from asynchicache_lab.judge.trial import EVENTS, CacheTrial, Question, TrialOptions, Witness
 
 OK, LOST, CANNOT = "ok", "lost", "-"
 RED = ("WRONG", "FAILED", "LEAK")
@@ -67,15 +67,17 @@ class References:
 
     def __init__(self, cache: Cache, place: Place, forks: Forks, file: Path) -> None:
         self._engine, self._place, self._forks, self._file = cache.engine, place, forks, file
-        self._known: dict[str, Answer] = {}
+        self._known: dict[str, JudgedAnswer] = {}
         if file.exists():
-            self._known = {name: Answer(*fields) for name, fields in json.loads(file.read_text()).items()}
+            self._known = {
+                name: JudgedAnswer(*fields) for name, fields in json.loads(file.read_text()).items()
+            }
 
     def ask(self, questions: Iterable[Question]) -> None:
         """Ask for what is not known, in one start for each model and version of the adapter.
 
         Raises:
-            ServerError: the engine alone cannot answer.
+            JudgedServerError: the engine alone cannot answer.
         """
         missing = {question for question in questions if self._name(question) not in self._known}
         for weights, adapter in sorted({(each.weights, each.adapter) for each in missing}, reverse=True):
@@ -88,19 +90,19 @@ class References:
     def _ask(self, weights: str, adapter: int, questions: Sequence[Question]) -> None:
         models = self._place.models
         with_adapter = models[f"adapter{adapter}"] if adapter else None
-        life = Life(models[weights], with_adapter, weights == "hybrid", self._engine.uncached, {})
+        life = ServerLife(models[weights], with_adapter, weights == "hybrid", self._engine.uncached, {})
         server = Server(self._engine, self._forks, life, self._file.with_suffix(".log"))
         try:
             for number, each in enumerate(questions):
                 salt, named = f"reference {number}", each.adapter > 0
                 answer = server.ask(each.prompt, new=each.new, salt=salt, adapter=named)
                 if answer.cached:
-                    raise ServerError(f"took {answer.cached} tokens from a cache, without one")
+                    raise JudgedServerError(f"took {answer.cached} tokens from a cache, without one")
                 self._known[self._name(each)] = answer
         finally:
             server.kill()
 
-    def difference(self, given: Given) -> str:
+    def difference(self, given: TrialOptions) -> str:
         """What is wrong with an answer; empty if nothing is."""
         tolerance = self._engine.tolerance[given.question.weights == "hybrid"]
         found = compare(given.answer, self._known[self._name(given.question)], tolerance)
@@ -112,7 +114,7 @@ class References:
         return sha256(repr(about).encode()).hexdigest()
 
 
-def compare(answer: Answer, right: Answer, tolerance: float) -> str:
+def compare(answer: JudgedAnswer, right: JudgedAnswer, tolerance: float) -> str:
     """How an answer differs from the right one, by more than rounding does; empty if it does not."""
     for place, (token, other) in enumerate(zip(answer.tokens, right.tokens, strict=True)):
         if token != other:
@@ -127,12 +129,12 @@ def compare(answer: Answer, right: Answer, tolerance: float) -> str:
 
 
 def judge(
-    trial: Trial, cases: Sequence[Case], references: References, said: Callable[[str], None]
+    trial: CacheTrial, cases: Sequence[Case], references: References, said: Callable[[str], None]
 ) -> list[Verdict]:
     """Run the cases in one sequence of lives of a cache; `said` is told of each.
 
     Raises:
-        ServerError: it does not start at all, or its engine without a cache does not.
+        JudgedServerError: it does not start at all, or its engine without a cache does not.
     """
     runs = []
     for case in cases:
@@ -152,7 +154,7 @@ def judge(
     return [run.verdict for run in runs]
 
 
-def _live(trial: Trial, runs: Sequence[_Run], said: Callable[[str], None]) -> None:
+def _live(trial: CacheTrial, runs: Sequence[_Run], said: Callable[[str], None]) -> None:
     waiting: dict[str, list[_Run]] = {}
     _advance(trial, [run for run in runs if run.verdict.word == OK], waiting)
     for event, happen in EVENTS.items():
@@ -163,14 +165,14 @@ def _live(trial: Trial, runs: Sequence[_Run], said: Callable[[str], None]) -> No
         try:
             trial.renew_if_dead()
             happen(trial)
-        except ServerError as error:
+        except JudgedServerError as error:
             for run in here:
                 run.verdict.word, run.verdict.seen = "FAILED", f"at {event}: it {error}"
         else:
             _advance(trial, here, waiting)
 
 
-def _advance(trial: Trial, runs: Iterable[_Run], waiting: dict[str, list[_Run]]) -> None:
+def _advance(trial: CacheTrial, runs: Iterable[_Run], waiting: dict[str, list[_Run]]) -> None:
     """Let cases go on to the event that they wait for next."""
     for run in runs:
         try:
@@ -178,7 +180,7 @@ def _advance(trial: Trial, runs: Iterable[_Run], waiting: dict[str, list[_Run]])
             event = next(run.steps, None)
         except Leak as leak:
             run.verdict.word, run.verdict.seen = "LEAK", f"{trial.life}: {leak}"
-        except ServerError as error:
+        except JudgedServerError as error:
             run.verdict.word, run.verdict.seen = "FAILED", f"{trial.life}: {error}"
         else:
             if event is not None:

@@ -120,7 +120,7 @@ async def run_handover(options: HandoverOptions, advance: Advance) -> HandoverRe
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="asynchicache-handover-")))
         flags = [*stack.enter_context(open_outage("redis", folder)).flags, *_model(options, folder)]
-        bench = Handover(
+        bench = HandoverBench(
             await stack.enter_async_context(_served(folder / "prefill.log", [*flags, "--role", "prefill"])),
             await stack.enter_async_context(
                 _served(folder / "decode.log", [*flags, "--role", "decode", "--wait-seconds", "600"])
@@ -139,7 +139,7 @@ async def run_handover(options: HandoverOptions, advance: Advance) -> HandoverRe
     return report
 
 
-class Handover:
+class HandoverBench:
     """Asks both servers, one prompt at a time."""
 
     def __init__(self, prefill: httpx.AsyncClient, decode: httpx.AsyncClient, report: HandoverReport) -> None:

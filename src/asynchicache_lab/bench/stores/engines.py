@@ -42,7 +42,7 @@ class Figures:
     name_bytes: float = 0.0
 
 
-class Engine(NamedTuple):
+class PlannedStore(NamedTuple):
     """How an engine works.
 
     Attributes:
@@ -61,31 +61,31 @@ class Engine(NamedTuple):
     central: bool = False
 
 
-ENGINES: Mapping[str, Engine] = {
-    "file": Engine(
+ENGINES: Mapping[str, PlannedStore] = {
+    "file": PlannedStore(
         Figures(put_mb_s=5000, get_mb_s=2500, gb=4000, gb_month=0.08),
         puts=["put_calls"],
         gets=["got_calls"],
         shared=False,
     ),
-    "redis": Engine(
+    "redis": PlannedStore(
         Figures(2700, 2700, 30_000, gb=200, gb_month=3.0, name_bytes=200),
         puts=["offered_pages", "put_pages"],
         gets=["asked_pages", "got_pages"],
     ),
-    "object": Engine(
+    "object": PlannedStore(
         Figures(gb_month=0.023, put_million=5.0, get_million=0.4),
         puts=["asked_groups", "put_objects"],
         gets=["got_objects"],
         objects="put_objects",
     ),
-    "mooncake": Engine(
+    "mooncake": PlannedStore(
         Figures(gb=256, gb_month=3.0, name_bytes=500),
         puts=["offered_pages", "put_pages"],  # a beginning and an end
         gets=["asked_pages", "got_pages"],
         central=True,
     ),
-    "hf3fs": Engine(
+    "hf3fs": PlannedStore(
         Figures(requests_s=17_000, gb=50_000, gb_month=0.16, name_bytes=400),
         puts=["offered_pages", "put_pages"],  # a slot, and its end
         gets=["asked_pages", "got_pages"],

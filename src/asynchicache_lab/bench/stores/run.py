@@ -13,7 +13,7 @@ from rich.table import Table
 from asynchicache.errors import ConfigError
 from asynchicache.replay.trace import read_trace
 from asynchicache.reports import Advance, add_figures, facts
-from asynchicache_lab.bench.stores.engines import ENGINES, Engine, Figures
+from asynchicache_lab.bench.stores.engines import ENGINES, Figures, PlannedStore
 from asynchicache_lab.bench.stores.fleet import Fleet, FleetResult, LoneCache, NodeCache, Traffic
 from asynchicache_lab.bench.stores.options import StoresOptions
 
@@ -60,7 +60,7 @@ class StorePlan:
         return {**asdict(self), "bytes_s": self.bytes_s}
 
 
-def plan(engine: Engine, one: Figures, options: StoresOptions, result: FleetResult) -> StorePlan:
+def plan(engine: PlannedStore, one: Figures, options: StoresOptions, result: FleetResult) -> StorePlan:
     """What an engine needs for a fleet's traffic."""
     traffic = result.traffic
     per_second = options.nodes * options.tokens_s / result.prompt_tokens
@@ -92,7 +92,7 @@ def plan(engine: Engine, one: Figures, options: StoresOptions, result: FleetResu
 
 
 def _servers(
-    engine: Engine, one: Figures, options: StoresOptions, wants: Mapping[str, float], held: float
+    engine: PlannedStore, one: Figures, options: StoresOptions, wants: Mapping[str, float], held: float
 ) -> tuple[int | None, str]:
     """The number of servers, and what decides it."""
     needs = {name: options.headroom * want for name, want in wants.items()}
