@@ -76,7 +76,13 @@ async def found_anew(made: Fleet, store: MooncakeStore) -> list[int]:
         return [await found(other, prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("flags", [(), ("--enable_oplog=true",)], ids=["forgets", "oplog"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="forgets"),
+        pytest.param(("--enable_oplog=true",), id="oplog", marks=pytest.mark.soak),  # waits twice as long
+    ],
+)
 async def test_the_leading_master_is_killed_under_load(tmp_path: Path, flags: tuple[str, ...]) -> None:
     with own_network(), fleet(tmp_path, *flags) as made:
         store = join(MooncakeOptions.of(made.options()))
