@@ -21,6 +21,7 @@ from obstore.exceptions import AlreadyExistsError
 from obstore.store import MemoryStore
 
 from asynchicache.backends.compute import over_page
+from asynchicache.backends.object.claims import PageClaims
 from asynchicache.backends.object.finder import Found, PageFinder, Whereabouts
 from asynchicache.backends.object.objects import LABEL, StoredObject, object_alone, object_of
 from asynchicache.backends.object.options import ObjectOptions
@@ -69,6 +70,11 @@ class ObjectEngine:
         self._requests = requests
         self._options = options
         self._finder = PageFinder(binding, requests, port.now, alone=options.object_pages == 1)
+        self._claims = PageClaims(self._finder, requests, port.now)
+        if options.object_pages > 1 and not (
+            options.index or options.read_only or options.scheme == "memory"
+        ):
+            self.claim = self._claim  # elsewhere it has no other writers, or costs more than it saves
         self._frame_bytes = binding.header_bytes + binding.page_bytes
         self._failures = FailureLog(logger)
         self._conditions = True
@@ -128,9 +134,14 @@ class ObjectEngine:
             ]
             runs = self._runs(keys, missing)
             answers = await self._requests.each(partial(self._put, keys, slots), runs)
+            await self._claims.release(keys)
         for number, outcome in _by_number(runs, answers):
             outcomes[number] = outcome
         return outcomes
+
+    async def _claim(self, keys: Sequence[ObjectKey], seconds: float) -> list[Outcome]:
+        with self._telling("claim", keys):
+            return await self._claims.take(keys, seconds)
 
     async def delete(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         if self._options.read_only:
@@ -191,7 +202,10 @@ class ObjectEngine:
             StorageError: the store does not answer, or refuses.
         """
         try:
-            stored = [one async for one in self._finder.all()]
+            claims: list[str] = []
+            stored = [one async for one in self._finder.all(claims)]
+            if claims:
+                await self._send(obstore.delete_async, claims)
         except FAILURES as error:
             raise StorageError(f"{self._options.url} cannot be listed: {summary(error)}") from error
         with self._telling("delete", stored):

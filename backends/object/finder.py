@@ -16,6 +16,7 @@ from asynchicache.backends.object.objects import (
     StoredObject,
     beginning,
     group_name,
+    is_claim,
     object_alone,
     page_id,
     pool_folder,
@@ -84,12 +85,17 @@ class PageFinder:
             index[stored.group][stored.path] = stored
         self._index = index
 
-    async def all(self) -> AsyncIterator[StoredObject]:
-        """The pool's objects."""
+    async def all(self, claims: list[str] | None = None) -> AsyncIterator[StoredObject]:
+        """The pool's objects; adds the names of its claims to `claims`."""
         async for found in obstore.list(self._requests.store, prefix=self.folder, chunk_size=_LISTED):
+            if claims is not None:
+                claims += (entry["path"] for entry in self._claims(found))
             for stored in self._parsed(found):
                 if stored.size <= stored.pages * self._frame_bytes:
                     yield stored
+
+    def _claims(self, listed: Iterable[obstore.ObjectMeta]) -> Iterator[obstore.ObjectMeta]:
+        return (entry for entry in listed if is_claim(self.folder, entry["path"]))
 
     def _parsed(self, listed: Iterable[obstore.ObjectMeta]) -> Iterator[StoredObject]:
         for entry in listed:
@@ -138,6 +144,14 @@ class PageFinder:
             answers.append(one)
         return answers
 
+    async def with_claims(
+        self, keys: Sequence[ObjectKey]
+    ) -> tuple[list[Whereabouts], list[obstore.ObjectMeta]]:
+        """Where pages are best read, none of which is alone, and the claims in their groups, listed anew."""
+        claims: list[obstore.ObjectMeta] = []
+        places = await self.everywhere(keys, self._requests.turns.pages, claims=claims)
+        return list(map(self._best, keys, places)), claims
+
     def _best(self, key: ObjectKey, places: list[Found] | None) -> Whereabouts:
         if places is None:
             return Outcome.FAILED
@@ -173,20 +187,27 @@ class PageFinder:
         self._seen.clear()
 
     async def everywhere(
-        self, keys: Sequence[ObjectKey], turns: Turns, *, listing: bool = False
+        self,
+        keys: Sequence[ObjectKey],
+        turns: Turns,
+        *,
+        listing: bool = False,
+        claims: list[obstore.ObjectMeta] | None = None,
     ) -> list[list[Found] | None]:
-        """All places of each page; None where the store does not answer."""
+        """All places of each page; None where the store does not answer. Adds what is claimed to `claims`."""
         groups: defaultdict[tuple[bool, str], list[int]] = defaultdict(list)
         for number, key in enumerate(keys):
             groups[self.is_alone(key), self._group(key)].append(number)
         asked = [[keys[number] for number in numbers] for numbers in groups.values()]
-        answers = await self._requests.each(partial(self._look_up, listing), asked, turns=turns)
+        answers = await self._requests.each(partial(self._look_up, listing, claims), asked, turns=turns)
         found: list[list[Found] | None] = [None] * len(keys)
         for number, places in zip(chain(*groups.values()), chain(*answers), strict=True):
             found[number] = places
         return found
 
-    async def _look_up(self, listing: bool, keys: Sequence[ObjectKey]) -> Sequence[list[Found] | None]:
+    async def _look_up(
+        self, listing: bool, claims: list[obstore.ObjectMeta] | None, keys: Sequence[ObjectKey]
+    ) -> Sequence[list[Found] | None]:
         """All places of pages of one group."""
         try:
             if self._index is not None and not listing:
@@ -194,7 +215,7 @@ class PageFinder:
             elif self.is_alone(keys[0]):
                 objects = await self._ask(keys[0])
             else:
-                objects = await self._list_group(keys)
+                objects = await self._list_group(keys, claims)
                 if self._index is not None:
                     self._index[self._group(keys[0])] = {stored.path: stored for stored in objects}
         except FAILURES as error:
@@ -222,11 +243,13 @@ class PageFinder:
             return []
         return [alone._replace(size=found["size"])]
 
-    async def _list_group(self, keys: Sequence[ObjectKey]) -> list[StoredObject]:
+    async def _list_group(
+        self, keys: Sequence[ObjectKey], claims: list[obstore.ObjectMeta] | None = None
+    ) -> list[StoredObject]:
         """The objects of a group. If one answer does not list all: the first ones, and those that begin with
         one of the pages."""
         group = group_name(keys[0].group)
-        objects, complete = await self._list(f"{self.folder}/{group}")
+        objects, complete = await self._list(f"{self.folder}/{group}", claims)
         if complete:
             return objects
         path = len({key.place for key in keys}) == len(keys)
@@ -240,11 +263,15 @@ class PageFinder:
                 break  # what comes after it is of no use
         return objects
 
-    async def _list(self, folder: str) -> tuple[list[StoredObject], bool]:
+    async def _list(
+        self, folder: str, claims: list[obstore.ObjectMeta] | None = None
+    ) -> tuple[list[StoredObject], bool]:
         """The first objects below a folder, by one request, and whether these are all."""
         listed: Sequence[obstore.ObjectMeta] = await self._requests.send(
             lambda: anext(obstore.list(self._requests.store, prefix=folder, chunk_size=_LISTED), [])
         )
+        if claims is not None:
+            claims += self._claims(listed)
         return list(self._parsed(listed)), len(listed) < _LISTED
 
     def remove(self, found: Iterable[Whereabouts]) -> None:

@@ -12,7 +12,7 @@ import obstore
 from msgspec import structs
 
 from asynchicache.backends.object.backend import ObjectBackend
-from asynchicache.backends.object.objects import LABEL, StoredObject, page_id
+from asynchicache.backends.object.objects import LABEL, StoredObject, is_claim, page_id
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.stores import FAILURES, advice, make_store, summary
 from asynchicache.errors import StorageError
@@ -95,12 +95,13 @@ class ObjectInventory:
     async def remove(self, pool: PoolListing, namespace: bytes | None, per_second: float) -> int:
         if not self._writes:
             raise StorageError(f"{self._options.url} is read-only")
-        going = [
-            stored
-            async for path, size in self._listed(pool.name)
-            if (stored := StoredObject.of(pool.name, path, size)) is not None
-            and namespace in (None, _namespace(stored))
-        ]
+        going, claims = list[StoredObject](), list[str]()
+        async for path, size in self._listed(pool.name):
+            stored = StoredObject.of(pool.name, path, size)
+            if stored is not None and namespace in (None, _namespace(stored)):
+                going.append(stored)
+            elif is_claim(pool.name, path) and path.startswith(f"{pool.name}/{(namespace or b'').hex()}"):
+                claims.append(path)
         removed = 0
         for objects in _batches(going, per_second):
             pages = sum(stored.pages for stored in objects)
@@ -108,6 +109,8 @@ class ObjectInventory:
             removed += pages
             if per_second:
                 await asyncio.sleep(pages / per_second)
+        if claims:
+            await self._delete(claims)
         if namespace is None and pool.label is not None:
             await self._delete([f"{pool.name}/{LABEL}"])
         return removed

@@ -28,6 +28,11 @@ _NAME = re.compile(
     re.ASCII,
 )
 _ALONE = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
+_CLAIMS = ".claim"
+"""Name of the folder of a group's claims. Stores list it before the group's pages."""
+_CLAIM = re.compile(
+    rf"[0-9a-f]{{{_GROUP_LETTERS}}}/{re.escape(_CLAIMS)}/[0-9]{{2}}[\w-]{{{_ID_LETTERS}}}", re.ASCII
+)
 
 
 class StoredObject(NamedTuple):
@@ -124,6 +129,16 @@ def page_id(digest: bytes) -> str:
 def beginning(folder: str, group: str, place: int, one: str) -> str:
     """The folder of the objects that begin with a page."""
     return f"{folder}/{group}/{place:02}{one}"
+
+
+def claim_name(folder: str, key: ObjectKey) -> str:
+    """The claim of pages of a group, of which this is the first one."""
+    return f"{folder}/{group_name(key.group)}/{_CLAIMS}/{key.place:02}{page_id(key.digest)}"
+
+
+def is_claim(folder: str, path: str) -> bool:
+    """Whether that is the name of a claim in a pool's folder."""
+    return _CLAIM.fullmatch(path.removeprefix(f"{folder}/")) is not None
 
 
 def object_of(folder: str, keys: Sequence[ObjectKey], size: int) -> StoredObject:

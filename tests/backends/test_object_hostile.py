@@ -335,6 +335,17 @@ async def test_a_store_without_conditional_writes(scheme: str) -> None:
         assert store.patience == 0
 
 
+async def test_a_store_without_conditional_writes_has_no_claims(scheme: str) -> None:
+    async with scene(scheme, object_pages=32) as (store, bench):
+        store.lies["PUT"], store.patience = response("501 Not Implemented"), 2  # and once more
+        keys = bench.keys(7, 8)
+        assert await bench.engine.claim(keys, 60.0) == [MISS] * 2
+        assert await bench.engine.claim(keys, 60.0) == [MISS] * 2
+        assert store.patience == 0
+        assert await bench.put(keys, [5, 6]) == [STORED] * 2
+        assert not [path for path in store.objects if ".claim" in path]
+
+
 async def test_of_two_writers_one_stores(scheme: str) -> None:
     """The other has looked before; what is there is kept, unless it is cut short."""
     async with scene(scheme) as (store, bench):

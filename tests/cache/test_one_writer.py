@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,8 @@ from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.types import Outcome, token_array
 from cache.engine import PAGE, SPEC, Engine, config
 from engines import module
+from storage.listening import counting
+from storage.object_servers import AzureServer, ObjectServer, S3Server
 from storage.redis_servers import RedisServer
 
 PROMPT = list(range(100, 120))
@@ -160,17 +163,50 @@ def test_pages_that_another_sends_keep_no_host_memory_meanwhile() -> None:
     run_seeded(0, main)
 
 
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+async def replicate(
+    folder: Path, replicas: int, pages: int, storage: str, options: dict[str, object]
+) -> None:
+    """So many processes meet one new prompt at once, and store it."""
+    peer = [PEER, storage, json.dumps(options), folder, str(replicas), str(pages)]
+    ended = await asyncio.gather(*(asyncio.to_thread(forking.run, peer) for _ in range(replicas)))
+    assert [(one.stdout, one.stderr) for one in ended] == [("True\n", "")] * replicas
+
+
 @pytest.mark.asyncio
 @pytest.mark.engine("redis")
 @pytest.mark.parametrize("pages", [12, 48])
 async def test_four_processes_send_redis_the_bytes_of_one(tmp_path: Path, pages: int) -> None:
     async def received(replicas: int) -> int:
-        """Bytes that a new server got from so many, which begin at once."""
+        """Bytes that a new server got from so many."""
         with RedisServer(tmp_path) as server, module("redis").Redis.from_url(server.url) as client:
-            peer = [PEER, server.url, str(replicas), str(pages)]
-            ended = await asyncio.gather(*(asyncio.to_thread(forking.run, peer) for _ in range(replicas)))
-            assert [(one.stdout, one.stderr) for one in ended] == [("True\n", "")] * replicas
+            options = {"url": server.url, "timeout_seconds": 60}
+            await replicate(made(tmp_path / str(replicas)), replicas, pages, "redis", options)
             received: int = client.info("stats")["total_net_input_bytes"]
             return received
 
     assert await received(4) <= 1.2 * await received(1)
+
+
+@pytest.mark.asyncio
+@pytest.mark.engine("object")
+@pytest.mark.parametrize("kind", [S3Server, AzureServer], ids=lambda kind: kind.scheme)
+async def test_four_processes_send_an_object_store_the_bytes_of_one(
+    tmp_path: Path, kind: type[ObjectServer]
+) -> None:
+    with kind() as server:
+
+        async def received(replicas: int) -> int:
+            """Bytes that the server got from so many."""
+            async with counting(server.port) as (port, received):
+                options = server.options(str(replicas))
+                told = json.loads(json.dumps(options).replace(f":{server.port}", f":{port}"))
+                await replicate(made(tmp_path / str(replicas)), replicas, 12, "object", told)
+            assert not [name for name in server.names(str(replicas)) if ".claim" in name]
+            return sum(received)
+
+        assert await received(4) <= 1.2 * await received(1)

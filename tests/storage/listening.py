@@ -29,3 +29,33 @@ async def listening(serve: Serve, tls: ssl.SSLContext | None = None) -> AsyncIte
             with suppress(OSError):
                 await writer.wait_closed()
         await asyncio.gather(*(task for _, task in clients), return_exceptions=True)
+
+
+@asynccontextmanager
+async def counting(port: int) -> AsyncIterator[tuple[int, list[int]]]:
+    """A port that leads to another one of 127.0.0.1, and what each connection has sent to it, in bytes."""
+    sent: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", port)
+        sent.append(0)
+        number = len(sent) - 1
+
+        async def forth() -> None:
+            while data := await reader.read(1 << 20):
+                sent[number] += len(data)
+                server_writer.write(data)
+                await server_writer.drain()
+            server_writer.close()
+
+        async def back() -> None:
+            while data := await server_reader.read(1 << 20):
+                writer.write(data)
+                await writer.drain()
+            writer.close()
+
+        with suppress(OSError):
+            await asyncio.gather(forth(), back())
+
+    async with listening(serve) as own:
+        yield own, sent

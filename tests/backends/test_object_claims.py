@@ -1,0 +1,220 @@
+"""Who sends which pages of an object store: claims are objects beside the pages, and end with the put or in
+time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from datetime import datetime, timedelta, tzinfo
+from pathlib import Path
+
+import msgspec
+import obstore
+import pytest
+
+from asynchicache.backends.object import claims as object_claims
+from asynchicache.backends.object.claims import PageClaim
+from asynchicache.backends.object.inventory import open_inventory
+from asynchicache.backends.object.objects import claim_name
+from asynchicache.hashing import ObjectKey, page_digests, placed_pages
+from asynchicache.ports import AsyncioPort
+from asynchicache.storage.protocol import has_verb
+from asynchicache.testing.backends import PoolUnderTest
+from asynchicache.types import Outcome, token_array
+from soaking import first
+from storage.object_servers import FRAME_BYTES, SERVERS, ObjectServer, bench_at
+
+pytestmark = [pytest.mark.engine("object"), pytest.mark.asyncio]
+
+STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
+CLAIMED = Outcome.CLAIMED
+
+
+@pytest.fixture(scope="module", params=SERVERS, ids=lambda kind: kind.scheme)
+def server(request: pytest.FixtureRequest) -> Iterator[ObjectServer]:
+    with request.param() as running:
+        yield running
+
+
+ON_ONE_SERVER = pytest.mark.parametrize("server", first(1, SERVERS), indirect=True, scope="module")
+
+
+def path_keys(bench: PoolUnderTest, tokens: list[int]) -> list[ObjectKey]:
+    """The keys of a path with one token a page."""
+    digests = page_digests(token_array(tokens), 1)
+    return list(map(bench.binding.placed_key, placed_pages(digests, range(len(digests)))))
+
+
+def claims_in(server: ObjectServer, prefix: str) -> set[str]:
+    return {name for name in server.names(prefix) if "/.claim/" in name}
+
+
+def claims_below(folder: Path) -> list[Path]:
+    return list(folder.rglob(".claim/*"))
+
+
+def claim_of_another(
+    server: ObjectServer,
+    prefix: str,
+    bench: PoolUnderTest,
+    keys: list[ObjectKey],
+    content: bytes | None = None,
+) -> str:
+    """What somebody else has claimed for a minute."""
+    folder = bench.engine._finder.folder
+    names = [claim_name(folder, key) for key in keys]
+    claim = PageClaim("another", 60.0, [name.rpartition("/")[2] for name in names])
+    server.upload(prefix, names[0], msgspec.json.encode(claim) if content is None else content)
+    return names[0]
+
+
+async def test_a_claim_is_for_the_pages_of_a_group_and_ends_with_their_put(
+    server: ObjectServer, tmp_path: Path
+) -> None:
+    prefix = f"ends/{tmp_path.name}"
+    async with (
+        bench_at(server.options(prefix), slots=128) as bench,
+        bench_at(server.options(prefix)) as other,
+    ):
+        keys = path_keys(bench, list(range(120)))
+        assert await bench.engine.claim(keys, 60.0) == [MISS] * 120
+        assert len(claims_in(server, prefix)) == 2
+        assert await bench.engine.claim(keys, 60.0) == [MISS] * 120, "they are ours"
+        assert await other.engine.claim(keys[50:], 60.0) == [CLAIMED] * 70
+        assert await bench.put(keys[:30], range(30)) == [STORED] * 30
+        assert len(claims_in(server, prefix)) == 1
+        assert await bench.put(keys[30:], range(90)) == [STORED] * 90
+        assert claims_in(server, prefix) == set()
+        assert await other.engine.claim(keys, 60.0) == [EXISTS] * 120
+
+
+async def test_a_claim_of_a_process_that_died_is_taken_over(server: ObjectServer, tmp_path: Path) -> None:
+    prefix = f"dead/{tmp_path.name}"
+    async with bench_at(server.options(prefix)) as bench, bench_at(server.options(prefix)) as other:
+        keys = path_keys(bench, list(range(20)))
+        assert await bench.engine.claim(keys, 0.0) == [MISS] * 20
+        assert await other.engine.claim(keys, 60.0) == [MISS] * 20
+        assert len(claims_in(server, prefix)) == 1
+        assert await bench.engine.claim([*keys, *path_keys(bench, [7])], 60.0) == [MISS] * 21, (
+            "it knows no better"
+        )
+        async with bench_at(server.options(prefix)) as third:
+            assert await third.engine.claim(keys, 60.0) == [CLAIMED] * 20
+        assert await other.put(keys, range(20)) == [STORED] * 20
+
+
+@ON_ONE_SERVER
+async def test_who_sees_an_old_claim_for_the_first_time_does_not_wait(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = f"old/{tmp_path.name}"
+    async with bench_at(server.options(prefix)) as bench:
+        keys = path_keys(bench, list(range(20)))
+        name = claim_of_another(server, prefix, bench, keys[:10])
+        assert await bench.engine.claim(keys[5:], 60.0) == [CLAIMED] * 5 + [MISS] * 10
+        await bench.put(keys[10:], range(10))
+        assert claims_in(server, prefix) == {name}
+
+        class Later(datetime):
+            @classmethod
+            def now(cls, tz: tzinfo | None = None) -> datetime:
+                return datetime.now(tz) + timedelta(seconds=130)
+
+        monkeypatch.setattr(object_claims, "datetime", Later)
+        assert await bench.engine.claim(keys[5:], 60.0) == [MISS] * 5 + [EXISTS] * 10
+        assert name not in claims_in(server, prefix), "it is removed, though ours has another name"
+        assert await bench.put(keys[5:10], range(5)) == [STORED] * 5
+        assert claims_in(server, prefix) == set()
+
+
+@ON_ONE_SERVER
+async def test_a_claim_that_was_lost_costs_bytes_and_no_page(server: ObjectServer, tmp_path: Path) -> None:
+    prefix = f"lost/{tmp_path.name}"
+    async with bench_at(server.options(prefix)) as bench, bench_at(server.options(prefix)) as other:
+        keys = path_keys(bench, list(range(20)))
+        assert await bench.engine.claim(keys, 60.0) == [MISS] * 20
+        obstore.delete(server.store(prefix), list(claims_in(server, prefix)))
+        assert await other.engine.claim(keys, 60.0) == [MISS] * 20
+        assert await bench.put(keys, range(20)) == [STORED] * 20
+        assert await other.put(keys, range(20)) == [EXISTS] * 20
+        assert await other.get(keys, range(20)) == [HIT] * 20
+        assert claims_in(server, prefix) == set()
+
+
+@ON_ONE_SERVER
+async def test_paths_that_part_in_a_group_do_not_wait_for_each_other(
+    server: ObjectServer, tmp_path: Path
+) -> None:
+    prefix = f"part/{tmp_path.name}"
+    async with bench_at(server.options(prefix)) as bench, bench_at(server.options(prefix)) as other:
+        one, two = (path_keys(bench, [*range(20), last, *range(20)]) for last in (7, 8))
+        assert await bench.engine.claim(one, 60.0) == [MISS] * 41
+        assert await other.engine.claim(two, 60.0) == [CLAIMED] * 20 + [MISS] * 21
+        assert await other.put(two[20:], range(21)) == [STORED] * 21
+        assert await bench.put(one, range(41)) == [STORED] * 41
+        assert await other.engine.claim(two, 60.0) == [EXISTS] * 41
+
+
+@ON_ONE_SERVER
+async def test_what_no_version_understands_is_no_claim(server: ObjectServer, tmp_path: Path) -> None:
+    prefix = f"junk/{tmp_path.name}"
+    async with bench_at(server.options(prefix)) as bench:
+        keys = path_keys(bench, list(range(20)))
+        claim_of_another(server, prefix, bench, keys, b"\xff{")
+        assert await bench.engine.claim(keys, 60.0) == [MISS] * 20
+        assert await bench.put(keys, range(20)) == [STORED] * 20
+        assert claims_in(server, prefix) == set()
+
+
+@ON_ONE_SERVER
+async def test_claims_are_no_pages_and_clear_removes_them(server: ObjectServer, tmp_path: Path) -> None:
+    prefix = f"clear/{tmp_path.name}"
+    async with bench_at(server.options(prefix)) as bench:
+        keys = path_keys(bench, list(range(20)))
+        await bench.put(keys[:5], range(5))
+        claim_of_another(server, prefix, bench, keys[5:])
+        assert await bench.engine.exists(keys) == bytes([1] * 5 + [0] * 15)
+        assert await bench.get(keys, range(20)) == [HIT] * 5 + [MISS] * 15
+        assert await bench.engine.clear() == 5
+        assert server.names(prefix) == {"FORMAT"}
+
+
+@ON_ONE_SERVER
+@pytest.mark.parametrize("options", [{"object_pages": 1}, {"index": True}, {"read_only": True}], ids=str)
+async def test_there_are_no_claims_where_they_cost_more_than_they_save(
+    server: ObjectServer, tmp_path: Path, options: dict[str, object]
+) -> None:
+    async with bench_at(server.options(f"none/{tmp_path.name}", **options)) as bench:
+        assert not has_verb(bench.engine, "claim")
+
+
+@ON_ONE_SERVER
+async def test_pages_of_which_nobody_knows_the_path_are_not_claimed(
+    server: ObjectServer, tmp_path: Path
+) -> None:
+    prefix = f"bare/{tmp_path.name}"
+    async with bench_at(server.options(prefix)) as bench:
+        bare = [ObjectKey(*key) for key in bench.keys(1, 2)]
+        assert await bench.engine.claim(bare, 60.0) == [MISS] * 2
+        assert claims_in(server, prefix) == set()
+
+
+async def test_inventories_count_no_claims_and_remove_them(tmp_path: Path) -> None:
+    place = {"url": f"file://{tmp_path}"}
+    async with bench_at(place) as bench:
+        keys = bench.keys(*range(20))
+        await bench.put(keys[:5], range(5))
+        assert await bench.engine.claim(keys, 60.0) == [EXISTS] * 5 + [MISS] * 15
+    (claim,) = claims_below(tmp_path)
+    async with AsyncExitStack() as stack:
+        port = AsyncioPort(threads=2, seed=0)
+        stack.push_async_callback(port.aclose)
+        inventory = open_inventory(place, port, writes=True)
+        stack.push_async_callback(inventory.aclose)
+        (pool,) = await inventory.pools()
+        assert (pool.pages, pool.nbytes) == ({keys[0].namespace: 5}, 5 * FRAME_BYTES)
+        assert [some.pages async for some in inventory.check(pool)] == [5]
+        assert await inventory.remove(pool, b"\1" * 8, 0) == 0
+        assert claim.exists()
+        assert await inventory.remove(pool, keys[0].namespace, 0) == 5
+        assert not claim.exists()
