@@ -19,7 +19,7 @@ from asynchicache.backends.mooncake.store import MooncakeClient, MooncakeStore, 
 from asynchicache.errors import ClosedError, ConfigError, StorageError, UsageError
 from asynchicache.ports import AsyncioPort
 from asynchicache.types import Outcome
-from cache.engine import SPEC, Engine, config
+from cache.engine import LONG, LONG_SPEC, SPEC, Engine, config, long_turn
 from engines import Server, free_port
 from storage.mooncake_cluster import (
     Cluster,
@@ -251,6 +251,26 @@ async def fill(full: Cluster) -> None:
     assert set(got) == {HIT, MISS}
     assert got.count(HIT) <= 64
     assert sum(there) >= got.count(HIT)
+
+
+@on_mooncake
+@pytest.mark.asyncio
+async def test_a_long_prompt_of_a_hybrid_model_takes_few_calls(
+    mooncake: Cluster, mooncake_store: MooncakeStore
+) -> None:
+    namespace, counts = next(namespaces), []
+    for hit in (0, 32_768):
+        store = Watched(mooncake_store)
+        async with (
+            backend_of(mooncake, store, namespace=namespace) as backend,
+            HybridCache.open(LONG_SPEC, config(**LONG), storage=backend) as cache,
+        ):
+            assert await long_turn(cache, range(32_769)) == (hit, True)
+        names = ("batch_is_exist", "batch_put_from_multi_buffers", "batch_get_into_multi_buffers")
+        counts.append([store.count(name) for name in names])
+
+    (asked, put, _), (asked_again, _, got) = counts
+    assert (asked <= 6, put <= 8, asked_again <= 8, got <= 20) == (True,) * 4, counts
 
 
 @on_mooncake

@@ -27,6 +27,7 @@ from storage.mooncake_cluster import (
     PAGE_BYTES,
     Cluster,
     Fleet,
+    Watched,
     backend_of,
     binding_of,
     cluster,
@@ -162,7 +163,9 @@ async def test_pinned_pages_stay_and_the_others_go(crowded: Cluster) -> None:
 
 async def test_pages_of_one_prefix_stay_together_in_all_pools(crowded: Cluster) -> None:
     """A state goes last with its page, not before it. One model's uses keep no page of another."""
-    async with backend_of(crowded, namespace="groups") as backend:
+    store = join(MooncakeOptions.of(crowded.options()))
+    watched = Watched(store)
+    async with backend_of(crowded, watched, namespace="groups") as backend:
         pages, other = binding_of(), SlotBinding(slab_of("kv", PAGE_BYTES, 32), fingerprint_of("w2"))
         states = SlotBinding(slab_of("mamba", PAGE_BYTES, 32), pages.fingerprint, depends_on="kv")
         bench, state = [await open_bench(backend, one) for one in (pages, states)]
@@ -171,11 +174,18 @@ async def test_pages_of_one_prefix_stay_together_in_all_pools(crowded: Cluster) 
         assert await state.put(state.keys(*keys), keys) == [STORED] * 10
         async with backend_of(crowded, namespace="groups") as others:
             new = await open_bench(others, other)
+            await open_bench(others, SlotBinding(slab_of("mamba", PAGE_BYTES, 32), other.fingerprint))
             assert await new.put(new.keys(*keys), keys) == [STORED] * 10
             await crowd(others, lambda: bench.engine.touch(bench.keys(*keys)))
             assert await new.engine.exists(new.keys(*keys)) == bytes(10)
         assert await state.engine.exists(state.keys(*keys)) == b"\1" * 10
         assert await bench.engine.exists(bench.keys(*keys)) == b"\1" * 10
+    puts = watched.arguments["batch_put_from_multi_buffers"]
+    groups = [config.group_ids for *_, config in puts if config.group_ids]
+    assert {len(name) for names in groups for name in names} == {15}, (
+        "longer ones cost the master an allocation"
+    )
+    store.close()
 
 
 async def test_a_tenant_has_pages_and_a_quota_of_its_own(

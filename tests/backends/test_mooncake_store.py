@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import count
+from urllib.request import urlopen
 
 import pytest
 
@@ -151,6 +153,30 @@ def test_memory_is_registered_once(mooncake_store: MooncakeStore) -> None:
     slots.close()
     assert mooncake_store.register_buffer(address, 1) == MooncakeCode.OK
     assert mooncake_store.unregister_buffer(address) == MooncakeCode.OK
+
+
+def test_a_ranged_read_asks_the_master_about_one_object_at_a_time(mooncake: Cluster, memory: Memory) -> None:
+    """So an object has one page: what is in larger ones would be read at each lookup."""
+    keys = [next(names) for _ in range(8)]
+    memory.put(keys, [0] * 8)
+    before = requests(mooncake)
+    offsets, sizes = [[[0]] * 8], [[[64]] * 8]
+    read = memory.store.get_into_ranges([memory.base], [keys], offsets, offsets, sizes)  # type: ignore[attr-defined]
+    assert read == [[[64]] * 8]
+    ranged = requests(mooncake) - before
+    memory.get(keys, range(8))
+    assert (ranged >= 8, requests(mooncake) - before - ranged) == (True, 1)
+
+
+def requests(mooncake: Cluster) -> int:
+    """How often the master was asked where objects are."""
+    with urlopen(f"http://127.0.0.1:{mooncake.admin_port}/metrics") as answer:
+        return sum(
+            int(count)
+            for count in re.findall(
+                r"^master_(?:batch_)?get_replica_list_requests_total ([0-9]+)$", answer.read().decode(), re.M
+            )
+        )
 
 
 def test_a_read_slower_than_its_lease_says_so(mooncake: Cluster) -> None:

@@ -22,7 +22,7 @@ from asynchicache.storage.protocol import OptionalVerbs
 from asynchicache.testing.backends import PoolUnderTest
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.types import Outcome, token_array
-from cache.engine import PAGE, Engine, config
+from cache.engine import LONG, LONG_SPEC, PAGE, Engine, config, long_turn
 from storage.file_stores import other_process
 from storage.object_servers import FRAME_BYTES, S3Server, bench_at
 
@@ -68,29 +68,14 @@ def requests_of(server: S3Server) -> int:
     return len(re.findall(r'["m](GET|PUT|HEAD|POST|DELETE) /pages', server.output))
 
 
-async def turn(options: dict[str, object], tokens: list[int]) -> tuple[int, bool]:
-    """One prompt of a hybrid model on a cache of its own, durable in the end; how much was restored."""
-    chosen = config(
-        storage="object", storage_options=options, device_bytes="64MiB", host_bytes="64MiB", device_slots={}
-    )
-    async with HybridCache.open(synthetic_spec(64, ("kv", "mamba")), chosen) as cache:
-        async with cache.request(tokens) as request:
-            hit = await request.prefetch()
-            await request.load()
-            for cut in sorted(request.cuts):
-                if cut > request.reserved:
-                    request.extend(cut - request.reserved)
-                    await request.checkpoint(cut)
-            durable = await request.durable()
-    return hit.tokens, durable
-
-
 async def test_a_long_prompt_of_a_hybrid_model_takes_few_requests(server: S3Server) -> None:
     prompt, options = list(range(32_769)), server.options("long")
+    chosen = config(storage="object", storage_options=options, **LONG)
     counts = []
     for tokens, hit in ((prompt, 0), (prompt, 32_768), ([7] * 32_769, 0)):
         before = requests_of(server)
-        assert await turn(options, tokens) == (hit, True)
+        async with HybridCache.open(LONG_SPEC, chosen) as cache:
+            assert await long_turn(cache, tokens) == (hit, True)
         counts.append(requests_of(server) - before)
 
     cold, warm, other = counts

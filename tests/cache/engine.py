@@ -12,6 +12,9 @@ from asynchicache.types import token_array
 
 PAGE = 4
 SPEC = synthetic_spec(PAGE)
+LONG_SPEC = synthetic_spec(64, ("kv", "mamba"))
+LONG: dict[str, object] = {"device_bytes": "64MiB", "host_bytes": "64MiB", "device_slots": {}}
+"""Settings with room for a prompt of 32k tokens of `LONG_SPEC`."""
 
 
 def config(**options: object) -> CacheConfig:
@@ -89,3 +92,16 @@ class Engine:
                 self.oracle.write(pool.name, slots, digests[first:last])
             elif length % PAGE == 0:
                 self.oracle.write(pool.name, [request.state(pool.name)], [digests[last - 1]])
+
+
+async def long_turn(cache: HybridCache, tokens: Sequence[int]) -> tuple[int, bool]:
+    """One prompt, of whose bytes nobody cares: how much was restored, and whether all is durable."""
+    async with cache.request(tokens) as request:
+        hit = await request.prefetch()
+        await request.load()
+        for cut in sorted(request.cuts):
+            if cut > request.reserved:
+                request.extend(cut - request.reserved)
+                await request.checkpoint(cut)
+        durable = await request.durable()
+    return hit.tokens, durable
