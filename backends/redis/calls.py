@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import TypeAlias, TypeVar
 
 from redis.connection import ConnectionPool
@@ -23,6 +24,14 @@ T = TypeVar("T")
 _ATTEMPTS = 5
 """Redirections that a call follows: redis-py's number for one command is 16, each of one key."""
 _MOVED = frozenset({"MOVED", "ASK"})
+_PROBE_SECONDS = 1.0
+"""Within which a node that hung shall say that it is back, and between two questions."""
+UNANSWERED = object()
+"""What stands for an answer of a server that gave none."""
+
+
+class HangingError(OSError):
+    """A node of a cluster did not answer in time, and is not asked until it does."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +39,7 @@ class KeyCall:
     """Keys, and what came of them; places are numbers of keys from 0 on.
 
     Attributes:
-        answers: one for each key; None as long as there is none.
+        answers: one for each key; UNANSWERED as long as there is none.
         elsewhere: by place, the refusals of servers that do not have the key, or are replicas.
     """
 
@@ -39,7 +48,7 @@ class KeyCall:
     elsewhere: dict[int, ErrorReply] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.answers = [None] * len(self.names)
+        self.answers = [UNANSWERED] * len(self.names)
 
     def refused(self, place: int, reply: ErrorReply, answer: object) -> None:
         """The server did not do it: `answer` counts unless another one does."""
@@ -58,6 +67,10 @@ def parts(places: Sequence[int], count: int) -> list[Sequence[int]]:
     return [places[start : start + step] for start in range(0, len(places), step)]
 
 
+def _deadline(until: float) -> asyncio.Timeout:
+    return asyncio.timeout_at(None if until == inf else until)
+
+
 class Caller:
     """Sends calls to the servers of their keys.
 
@@ -73,6 +86,7 @@ class Caller:
         self._renewing = asyncio.Lock()
         self._renewals = 0
         self._looking: asyncio.Task[None] | None = None
+        self._hanging: dict[ConnectionPool, asyncio.Task[None]] = {}  # and who waits for their answer
 
     async def open(self) -> None:
         """Find the servers, once.
@@ -91,20 +105,27 @@ class Caller:
         return await self._workers.run(server, work, lookup=True)
 
     async def send(
-        self, call: KeyCall, work: KeyWork, *, lookup: bool = False, most: int = 1
+        self, call: KeyCall, work: KeyWork, *, lookup: bool = False, most: int = 1, until: float = inf
     ) -> list[OSError]:
         """Do `work` at the servers of the keys, on at most `most` connections. Where a server sends us to
         another one, or is lost and there are others, do it there.
 
+        Args:
+            until: time of the loop at which a server that has not answered is late. One of several is then
+                left alone until it answers.
+
         Returns:
             Why keys have no answer.
+
+        Raises:
+            OSError: a server was lost, and nobody says where its keys are now.
         """
         shares = self.servers.split(call.names, range(len(call.names)))
         renewed = False
         for _ in range(_ATTEMPTS):
             seen = self._renewals
             call.elsewhere.clear()
-            errors = await self._attempt(shares, work, lookup, most)
+            errors = await self._attempt(shares, work, lookup, most, until)
             shares = self.servers.redirected(
                 {place: reply for place, reply in call.elsewhere.items() if reply.code in _MOVED}, call.names
             )
@@ -112,28 +133,41 @@ class Caller:
             lost = any(isinstance(error, ConnectionError) for error in errors)
             if (replicas or lost) and not renewed:
                 renewed = True
-                if await self._renew(seen, replica=bool(replicas)):
-                    open_places = [place for place, answer in enumerate(call.answers) if answer is None]
+                async with _deadline(until):
+                    changed = await self._renew(seen, replica=bool(replicas))
+                if changed:
+                    open_places = [n for n, answer in enumerate(call.answers) if answer is UNANSWERED]
                     shares += self.servers.split(call.names, [*replicas, *(open_places if lost else ())])
             if not shares:
                 break
         return errors
 
     async def _attempt(
-        self, shares: Sequence[KeyShare], work: KeyWork, lookup: bool, most: int
+        self, shares: Sequence[KeyShare], work: KeyWork, lookup: bool, most: int, until: float
     ) -> list[OSError]:
         errors: list[OSError] = []
 
         async def one(share: KeyShare, places: Sequence[int]) -> None:
+            begun: list[ConnectionPool] = []  # a call that waits for its turn tells nothing of the server
             try:
-                await self._workers.run(
-                    share.server, lambda wire: work(wire, places), lookup=lookup, asking=share.asking
-                )
+                async with _deadline(until):
+                    await self._workers.run(
+                        share.server,
+                        lambda wire: work(wire, places),
+                        lookup=lookup,
+                        asking=share.asking,
+                        on_turn=lambda: begun.append(share.server),
+                    )
             except OSError as error:
                 errors.append(error)
+                if isinstance(error, TimeoutError) and begun:
+                    self._late(share.server)
 
         async with asyncio.TaskGroup() as group:
             for share in shares:
+                if share.server in self._hanging:
+                    errors.append(HangingError("a node hangs, and is not asked"))
+                    continue
                 for places in parts(share.places, most // len(shares)):
                     group.create_task(one(share, places))
         return errors
@@ -149,6 +183,33 @@ class Caller:
                 self._workers.forget()
             return changed
 
+    def _late(self, server: ConnectionPool) -> None:
+        """One of several servers is left alone until it answers; the only one is what calls are for."""
+        if len(self.servers.all()) < 2:
+            self.suspect()
+        elif server not in self._hanging:
+            self._hanging[server] = asyncio.create_task(self._watch(server))
+
+    async def _watch(self, server: ConnectionPool) -> None:
+        """Until a node answers again, or another one has its place."""
+        try:
+            while server in self.servers.all() and not await self._answers(server):
+                await self._look()
+                await asyncio.sleep(_PROBE_SECONDS)
+        finally:
+            del self._hanging[server]
+
+    async def _answers(self, server: ConnectionPool) -> bool:
+        """Whether a server says anything, or is gone, which calls are told at once."""
+        try:
+            async with asyncio.timeout(_PROBE_SECONDS):
+                await self._workers.run(server, lambda wire: wire.ask(("PING",)), probe=True)
+        except TimeoutError:
+            return False
+        except (OSError, ClosedError):
+            return True
+        return True
+
     def suspect(self) -> None:
         """A server did not answer in time. Another one may have its place by now: find out, meanwhile."""
         if self._looking is None or self._looking.done():
@@ -159,8 +220,10 @@ class Caller:
             await self._renew(self._renewals, replica=False)
 
     async def aclose(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.wait([self._looking])
+        tasks = [*self._hanging.values(), *([self._looking] if self._looking is not None else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
         await self._workers.aclose()
         self.servers.close()

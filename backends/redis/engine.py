@@ -6,12 +6,11 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
-from itertools import compress
 from typing import NamedTuple
 
-from asynchicache.backends.redis.calls import Caller, KeyCall
+from asynchicache.backends.redis.calls import UNANSWERED, Caller, KeyCall
 from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.wire import (
     ErrorReply,
@@ -51,6 +50,8 @@ _FEW_PAGES = 16
 _FEW_PAGE_BYTES = 1 << 20
 """A call of no more pages, none larger, and no more than a group, does not ask first which pages are there:
 that round trip takes longer than its pages."""
+_UNKNOWN = 2
+"""What stands for 0 or 1 where a server did not answer."""
 _REFUSALS = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS", "NOPERM"})
 """Error codes of a server that works, but takes no writes."""
 
@@ -161,15 +162,20 @@ class RedisEngine:
         commands += [(b"EXISTS", self._name(key)) for key in keys]
         replies = await self._ask(b"EXISTS", commands)
         there = bytearray(self._bit(b"EXISTS", reply) for reply in replies[len(names) :])
-        # Of a server that takes no writes, `put` finds out why.
+        # Of a server that takes no writes, or does not answer, `put` finds out why.
+        lost = {name for name, reply in zip(names, replies, strict=False) if reply is UNANSWERED}
         new = {name for name, reply in zip(names, replies, strict=False) if reply is not None}
-        new -= self._claims.keys()
+        new -= self._claims.keys() | lost
         needed = {name for name, bit in zip(claims, there, strict=True) if not bit}
         self._claims.update((new | self._claims.keys()) & needed)
         if new - needed:
             await self._release(new - needed)
         return [
-            Outcome.EXISTS if bit else Outcome.MISS if name in self._claims else Outcome.CLAIMED
+            Outcome.EXISTS
+            if bit == 1
+            else Outcome.MISS
+            if bit == _UNKNOWN or name in self._claims or name in lost
+            else Outcome.CLAIMED
             for name, bit in zip(claims, there, strict=True)
         ]
 
@@ -189,7 +195,7 @@ class RedisEngine:
         gone = await self._try_count(b"UNLINK", self._names(keys))
         if gone is None:
             return [Outcome.FAILED] * len(keys)
-        return [Outcome.HIT if bit else Outcome.MISS for bit in gone]
+        return [(Outcome.MISS, Outcome.HIT, Outcome.FAILED)[bit] for bit in gone]
 
     async def touch(self, keys: Sequence[ObjectKey]) -> None:
         """Tell the server that pages were used, in this order. Its clock for this ticks once a second: pages
@@ -226,7 +232,7 @@ class RedisEngine:
         name = self._prefix + f"{any_page.text().rpartition('.')[0]}.{LABEL}".encode()
         (share,) = self._caller.servers.split([name], [0])
         try:
-            async with self._deadline():
+            async with asyncio.timeout_at(self._until()):
                 (answer,) = await self._caller.run(share.server, lambda wire: wire.ask(("SET", name, label)))
         except OSError as error:
             raise StorageError(f"{self._options.server}: SET of a label: {_text(error)}") from error
@@ -240,8 +246,8 @@ class RedisEngine:
         if self.closed:
             raise ClosedError(f"redis engine of pool {self._binding.pool!r} is closed")
 
-    def _deadline(self) -> asyncio.Timeout:
-        return asyncio.timeout(self._options.timeout_seconds)
+    def _until(self) -> float:
+        return asyncio.get_running_loop().time() + self._options.timeout_seconds
 
     def _name(self, key: ObjectKey) -> bytes:
         return self._prefix + key.text().encode()
@@ -254,16 +260,17 @@ class RedisEngine:
         return b"%b.%d.%b" % (self._name(group), key.place // _CLAIMED_PAGES, _CLAIM)
 
     async def _count(self, verb: bytes, names: Sequence[bytes]) -> bytearray:
-        """Send one command a key, each of which answers 0 or 1."""
+        """Send one command a key, each of which answers 0 or 1; `_UNKNOWN` where one of several servers did
+        not answer."""
         replies = await self._ask(verb, [(verb, name) for name in names])
         return bytearray(self._bit(verb, reply) for reply in replies)
 
     async def _ask(self, verb: bytes, commands: Sequence[RedisCommand]) -> list[object]:
         """Send one command a key, which stands second and moves no page, to the servers of the keys; those of
-        a server in this order.
+        a server in this order. One of several servers that does not answer leaves UNANSWERED.
 
         Raises:
-            StorageError: a server does not answer.
+            StorageError: no server answers.
         """
         call = KeyCall([name for _, name, *_ in commands if isinstance(name, bytes)])
 
@@ -276,16 +283,16 @@ class RedisEngine:
                     call.answers[place] = reply
 
         try:
-            async with self._deadline():
-                errors = await self._caller.send(call, ask, lookup=True)
-            if errors:
-                raise errors[0]
+            errors = await self._caller.send(call, ask, lookup=True, until=self._until())
         except OSError as error:
-            if isinstance(error, TimeoutError):
-                self._caller.suspect()
+            errors = [error]
+        lost = call.answers.count(UNANSWERED)
+        if errors and lost == len(commands):
             raise StorageError(
-                f"{self._options.server}: {verb.decode()} of {len(commands)} keys: {_text(error)}"
-            ) from error
+                f"{self._options.server}: {verb.decode()} of {lost} keys: {_text(errors[0])}"
+            ) from errors[0]
+        if errors:
+            self._warn(verb.decode(), lost, errors[0])
         return call.answers
 
     async def _try_count(self, verb: bytes, names: Sequence[bytes]) -> bytearray | None:
@@ -299,6 +306,8 @@ class RedisEngine:
             return None
 
     def _bit(self, verb: bytes, reply: object) -> int:
+        if reply is UNANSWERED:
+            return _UNKNOWN
         if isinstance(reply, ErrorReply):
             raise StorageError(f"{self._options.server} refuses {verb.decode()}: {reply.text}")
         if not isinstance(reply, int) or not 0 <= reply <= 1:
@@ -315,17 +324,20 @@ class RedisEngine:
         turn: AbstractAsyncContextManager[object] | None = None,
     ) -> list[Outcome]:
         """Do `work`, on at most so many connections, while `turn` is held; returns what came of each page."""
-        pages = _PageCall(keys, slots, KeyCall(self._names(keys)))
+        pages, until = _PageCall(keys, slots, KeyCall(self._names(keys))), self._until()
         try:
-            async with self._deadline(), turn or nullcontext():
-                errors = await self._caller.send(pages.call, partial(work, pages), most=connections)
+            async with AsyncExitStack() as held:
+                if turn is not None:
+                    async with asyncio.timeout_at(until):
+                        await held.enter_async_context(turn)
+                errors = await self._caller.send(
+                    pages.call, partial(work, pages), most=connections, until=until
+                )
         except TimeoutError:
             errors = [TimeoutError(f"no end after {self._options.timeout_seconds:g} s")]
         except StorageError as error:  # no node has a key
             errors = [error]
         outcomes = pages.outcomes()
-        if any(isinstance(error, TimeoutError) for error in errors):
-            self._caller.suspect()
         if errors:
             self._warn(verb, outcomes.count(Outcome.FAILED), errors[0])
         return outcomes
@@ -418,8 +430,9 @@ class RedisEngine:
         refused = [place for place, end in enumerate(outcomes) if end is Outcome.REJECTED]
         # A full server refuses before it looks for the key.
         there = await self._try_count(b"EXISTS", self._names([keys[place] for place in refused]))
-        for place in compress(refused, there or ()):
-            outcomes[place] = Outcome.EXISTS
+        for place, bit in zip(refused, there or (), strict=False):
+            if bit == 1:
+                outcomes[place] = Outcome.EXISTS
         return outcomes
 
     async def _put_many(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
@@ -430,7 +443,7 @@ class RedisEngine:
         new = [place for place, bit in enumerate(there) if not bit]
         new_keys, new_slots = [keys[place] for place in new], [slots[place] for place in new]
         sent = await self._move("put", self._send, new_keys, new_slots, turn=self._turn)
-        outcomes = [Outcome.EXISTS] * len(keys)
+        outcomes = [Outcome.FAILED if bit == _UNKNOWN else Outcome.EXISTS for bit in there]
         for place, outcome in zip(new, sent, strict=True):
             outcomes[place] = outcome
         return outcomes

@@ -62,7 +62,8 @@ class WorkerPool:
         self._pages = _ThreadLane(connections, port)
         self._lookups = _ThreadLane(_LOOKUPS, port)
         self._servers = _ThreadLane(1, port)
-        self._lanes = (self._pages, self._lookups, self._servers)
+        self._probes = _ThreadLane(1, port)
+        self._lanes = (self._pages, self._lookups, self._servers, self._probes)
         self._idle: defaultdict[ConnectionPool, list[AbstractConnection]] = defaultdict(list)
         self._closed = False
         self._closing = asyncio.Lock()  # two callers that close would wait for each other's turns
@@ -73,9 +74,12 @@ class WorkerPool:
         work: Callable[[Wire], T],
         *,
         lookup: bool = False,
+        probe: bool = False,
         asking: bool = False,
+        on_turn: Callable[[], object] = bool,
     ) -> T:
-        """Run `work` with a connection to a server, in a thread. A lookup waits only for other lookups.
+        """Run `work` with a connection to a server, in a thread. A lookup waits only for other lookups, and a
+        probe, which asks a server that hangs, for other probes.
 
         A call that is cancelled interrupts the connection, and ends when the thread has left the slots: they
         are not touched afterwards. A call that raises anything may have read half a reply, so its connection
@@ -83,13 +87,15 @@ class WorkerPool:
 
         Args:
             asking: the server is receiving the keys from another node of its cluster.
+            on_turn: called when the wait for a thread is over.
 
         Raises:
             OSError: the server cannot be reached, or the connection broke.
             ClosedError: the pool is closed.
         """
-        lane = self._lookups if lookup else self._pages
+        lane = self._probes if probe else self._lookups if lookup else self._pages
         await self._permit(lane)
+        on_turn()
         try:
             idle = self._idle[server]
             connection = cast(AbstractConnection, idle.pop() if idle else server.make_connection())

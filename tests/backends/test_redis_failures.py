@@ -147,7 +147,7 @@ async def test_the_cores_deadline_holds_slots_until_the_call_ends(
         await bench.put(keys, [0])
         server.pause()
         own = asyncio.timeout(None)  # the engine's deadline, which passes when the test says so
-        monkeypatch.setattr(bench.engine, "_deadline", lambda: own)
+        monkeypatch.setattr(calls, "_deadline", lambda until: own)
 
         batch = await guard.get(keys, [1])
         assert batch.outcomes == [Outcome.TIMEOUT]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -36,6 +37,7 @@ from storage.redis_servers import (
 pytestmark = [pytest.mark.engine("redis"), pytest.mark.asyncio]
 
 STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
+FAILED = Outcome.FAILED
 MIXED = [
     ("redis-server", "redis-server"),
     ("redis-server", "valkey-server"),
@@ -211,6 +213,44 @@ async def test_a_master_that_hangs_is_left_for_the_one_that_takes_its_place(tmp_
             await in_time(back)
             cluster.masters[1].resume()
             assert await bench.put(bench.keys(*range(100, 112)), range(12)) == [STORED] * 12
+
+
+async def test_a_node_that_hangs_costs_its_share_and_is_left_alone_until_it_answers(tmp_path: Path) -> None:
+    with RedisCluster(tmp_path, MIXED, timeout_ms=600_000) as cluster:  # nobody takes its place
+        async with bench_at(cluster.url) as bench:
+            keys = bench.keys(*range(24))
+            assert await bench.put(keys, range(24)) == [STORED] * 24
+            hung = cluster.masters[1]
+            names = {name.rpartition(b".")[2] for name in keys_by_node(cluster)[hung.port]}
+            theirs = [key.digest.hex().encode() in names for key in keys]
+            before = calls_of(hung)
+            hung.pause()
+            with impatient(bench, 1):
+                assert await bench.engine.exists(keys) == bytes(2 if one else 1 for one in theirs)
+            shared = [FAILED if one else HIT for one in theirs]
+            assert await bench.get(keys, range(24, 48)) == shared
+            assert await bench.engine.exists(keys) == bytes(2 if one else 1 for one in theirs)
+            assert await bench.put(keys, range(24)) == [FAILED if one else EXISTS for one in theirs]
+            assert await bench.put(keys[:5], range(5)) == [FAILED if one else EXISTS for one in theirs[:5]]
+            assert await bench.engine.claim(keys, 60.0) == [MISS if one else EXISTS for one in theirs]
+            await bench.engine.touch(keys)
+            assert await bench.engine.delete(keys[:4]) == shared[:4]
+            hung.resume()
+
+            async def back() -> bool:
+                return 2 not in await bench.engine.exists(keys)
+
+            await in_time(back)
+            asked = calls_of(hung) - before
+            assert asked["exists"] == 2 * sum(theirs), "when it hung, and when it was back"
+            assert not asked.keys() & {"get", "set", "touch", "unlink"}
+            assert await bench.get(keys[4:], range(24, 44)) == [HIT] * 20
+
+
+def calls_of(server: RedisServer) -> Counter[str]:
+    """The commands that a server has done."""
+    told = redis_at(server).info("commandstats")
+    return Counter({name.removeprefix("cmdstat_"): facts["calls"] for name, facts in told.items()})
 
 
 async def test_a_whole_cluster_that_comes_back_empty_is_found_again(tmp_path: Path) -> None:

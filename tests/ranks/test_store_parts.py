@@ -16,6 +16,7 @@ from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.layouts import HostLayout
 from asynchicache.specs.pools import CutSection, PoolSpec, TensorSpec
 from asynchicache.specs.sharding import Axis, tensor_rows
+from asynchicache.storage import divided
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache_lab.ranks.group import openings, seeded_group
 from integrations.zoo import PAGE, random_tokens, tiny_spec
@@ -279,3 +280,12 @@ async def test_what_cannot_be_divided_is_refused(
     with pytest.raises(ConfigError, match=words):
         async with HybridCache.open(spec, config(tmp_path, device_slots=slots, host_slots=slots, **options)):
             pass
+
+
+@pytest.mark.parametrize(
+    ("parts", "page"),
+    [((1, 1), 1), ((1, 0), 0), ((0, 2), 0), ((2, 1), 2), ((2, 2), 2)],
+)
+def test_a_page_is_there_if_each_part_is(parts: tuple[int, int], page: int) -> None:
+    """2: nobody knows."""
+    assert divided._all_there(parts) == page

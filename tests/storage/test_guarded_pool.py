@@ -302,7 +302,7 @@ async def test_what_is_no_exception_is_failed_too(error: BaseException, immediat
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    "answer", [[Outcome.MISS] * 2, bytearray(b"\1\2"), ["yes", "no"], bytearray(1)], ids=repr
+    "answer", [[Outcome.MISS] * 2, bytearray(b"\1\3"), ["yes", "no"], bytearray(1)], ids=repr
 )
 async def test_what_is_no_bit_is_no_answer_to_exists(answer: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """An outcome is true, whichever it is."""
@@ -311,6 +311,8 @@ async def test_what_is_no_bit_is_no_answer_to_exists(answer: object, monkeypatch
         assert (await s.pool.exists(s.keys(2))).outcomes == [Outcome.FAILED] * 2
         monkeypatch.setattr(s.engine, "exists", lambda keys: asyncio.sleep(0, [True, False]))
         assert (await s.pool.exists(s.keys(2))).outcomes == [Outcome.HIT, Outcome.MISS]
+        monkeypatch.setattr(s.engine, "exists", lambda keys: asyncio.sleep(0, bytearray(b"\1\2")))
+        assert (await s.pool.exists(s.keys(2))).outcomes == [Outcome.HIT, Outcome.FAILED]
 
 
 @pytest.mark.asyncio

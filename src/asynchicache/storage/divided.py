@@ -126,11 +126,11 @@ class _DividedEngine:
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         found = await self._each(lambda engine, keys: engine.exists(keys), keys)
-        return bytearray(map(min, zip(*found, strict=True)))
+        return bytearray(map(_all_there, zip(*found, strict=True)))
 
     async def confirm(self, keys: Sequence[ObjectKey]) -> bytearray:
         found = await self._each(lambda engine, keys: OptionalVerbs(engine).confirm(keys), keys)
-        return bytearray(map(min, zip(*found, strict=True)))
+        return bytearray(map(_all_there, zip(*found, strict=True)))
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         outcomes: list[Outcome] = []
@@ -252,6 +252,11 @@ async def _get(slots: Sequence[int], engine: PoolEngine, keys: list[ObjectKey]) 
 
 async def _put(slots: Sequence[int], engine: PoolEngine, keys: list[ObjectKey]) -> list[Outcome]:
     return await engine.put(keys, slots)
+
+
+def _all_there(bits: tuple[int, ...]) -> int:
+    """What `exists` says of a page, given what it says of each part."""
+    return max(bits) if all(bits) else 0
 
 
 def _rows_of(memory: ItemMemory, name: str) -> torch.Tensor:

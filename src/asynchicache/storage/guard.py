@@ -112,20 +112,22 @@ def _outcomes(answer: Iterable[Outcome], _: int) -> list[Outcome]:
 
 
 def _read_bits(answer: bytes | bytearray, _: int) -> list[Outcome]:
-    hit, miss = Outcome.HIT, Outcome.MISS  # looking up an Enum member is the largest cost per key here
-    return [hit if there else miss for there in _check_bits(answer)]
+    outcomes = (Outcome.MISS, Outcome.HIT, Outcome.FAILED)  # to look up an Enum member costs most here
+    return [outcomes[there] for there in _check_bits(answer)]
 
 
 def _check_bits(answers: bytes | bytearray) -> bytes | bytearray:
-    """Check that every byte is 0 or 1.
+    """Check that every byte is 0, 1 or 2.
 
     Raises:
         StorageError: one is not, e.g. because the engine returned outcomes, which are all true.
     """
     binary = isinstance(answers, bytes | bytearray)  # checked in C
-    invalid = answers.translate(None, b"\0\1") if binary else [bit for bit in answers if bit not in (0, 1)]
+    invalid = (
+        answers.translate(None, b"\0\1\2") if binary else [bit for bit in answers if bit not in (0, 1, 2)]
+    )
     if invalid:
-        raise StorageError(f"{invalid[0]!r} is no answer to exists, which is 0 or 1")
+        raise StorageError(f"{invalid[0]!r} is no answer to exists, which is 0, 1 or 2")
     return answers
 
 

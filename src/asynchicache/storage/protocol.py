@@ -165,7 +165,8 @@ class PoolEngine(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
-        """One byte per key: 1 if a `get` now would very likely hit, else 0.
+        """One byte per key: 1 if a `get` now would very likely hit, 0 if not, 2 if nobody can tell because a
+        part of the store does not answer.
 
         Never waits for pages that other calls move: not for their threads, connections or permits.
         """

@@ -269,7 +269,11 @@ class _FaultyEngine(EngineWrapper):
         answer = await super().call(verb, *arguments)
         await self._faults.leave()
         bits = isinstance(answer, bytearray)
-        return bytearray([there ^ self._faults.occurs("lie") for there in answer]) if bits else answer
+        return (
+            bytearray([there ^ (there < 2 and self._faults.occurs("lie")) for there in answer])
+            if bits
+            else answer
+        )
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
         if not self._concerned("get"):

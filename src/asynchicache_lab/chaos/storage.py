@@ -332,7 +332,7 @@ class _WatchedCalls(EngineWrapper):
         with self._running("exists", keys) as call:
             await self._storage.question()
             answer = await self._engine.exists(keys)
-        self._watched.calls.answered(call, [bool(there) for there in answer])
+        self._watched.calls.answered(call, [there == 1 for there in answer])
         return answer
 
     async def get(self, keys: Sequence[ObjectKey], slots: Sequence[int]) -> list[Outcome]:
