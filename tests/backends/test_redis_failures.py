@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from asynchicache.backends.redis import calls
 from asynchicache.errors import StorageError
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.guard import GuardedPool
