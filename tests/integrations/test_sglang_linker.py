@@ -19,6 +19,7 @@ from asynchicache.integrations.sglang.device_pools import DevicePools, device_po
 from asynchicache.integrations.sglang.linker import AsynchicacheLinker, linker_options
 from asynchicache.integrations.sglang.linker_seam import StandInLoadCounter, follow_paths
 from asynchicache.integrations.sglang.options import RankIdentity
+from asynchicache.integrations.sglang.waiting import hold_requests
 from integrations.sglang_engine import StandInEngine
 from integrations.sglang_pools import storage_config
 
@@ -188,6 +189,52 @@ def test_a_load_that_fails_is_reported_after_the_forward(
     assert linker._linked.promises == 0
 
 
+def read_by(linker: BareLinker, rid: str) -> list[int]:
+    """What is found for a request that waits until all was read for it."""
+    while linker.reading(rid):
+        linker._bridge.drain()
+    return linker.lookup(rid, [transfer("kv", HASHES[:4])])
+
+
+@pytest.fixture
+def restarted(tmp_path: Path) -> Iterator[BareLinker]:
+    """A linker over a folder in which another one has left the first two pages."""
+    where = {"storage": "file", "storage_options": {"path": str(tmp_path)}, "weight_version": "1"}
+    before = BareLinker(described(params()), config(**where))
+    before.path_of(HASHES[:2], slots(1, 2))
+    assert before.offload([transfer("kv", HASHES[:2], slots(1, 2))])
+    before.close()
+    linker = BareLinker(described(params()), config(**where))
+    yield linker
+    linker.close()
+
+
+def test_a_request_that_arrives_has_what_was_read_while_it_was_held(restarted: BareLinker) -> None:
+    restarted.arrive("r")
+    assert restarted.lookup("r", [transfer("kv", HASHES[:4])]) == []
+    assert list(restarted._reads) == ["r"]
+    assert read_by(restarted, "r") == [2]
+    assert restarted.load("r", [transfer("kv", HASHES[:2], slots(7, 5))])
+    assert restarted.finish_layer_wise_loading(restarted.start_layer_wise_loading())
+    assert restarted.lookup("s", [transfer("kv", HASHES[:2])]) == [2]
+    assert not restarted._reads
+
+
+@pytest.mark.parametrize("why", ["looked up again", "forgotten", "reset", "not held"])
+def test_nobody_waits_for_storage_otherwise(why: str, restarted: BareLinker) -> None:
+    restarted.holds = why != "not held"
+    if why != "looked up again":
+        restarted.arrive("r")
+    assert restarted.lookup("r", [transfer("kv", HASHES[:4])]) == []
+    if why == "reset":
+        restarted.reset()
+    elif why == "forgotten":
+        restarted.forget("r")
+        restarted.forget("r")
+    assert not restarted.reading("r")
+    assert not restarted._reads
+
+
 def test_an_offload_without_a_path_or_pages_is_refused(hybrid: tuple[BareLinker, SimpleNamespace]) -> None:
     linker, _ = hybrid
     assert linker.offload([transfer("kv", HASHES[:1], slots(1))]) is False
@@ -276,7 +323,6 @@ def test_each_rank_has_a_folder_and_keys_of_its_own() -> None:
     )
     assert options.storage_options == {"path": "/pages/rank-dp0-tp1-pp0-cp0"}
     assert (options.rank, options.ranks, options.page_keys) == (1, 2, True)
-    assert options.prefetch.policy.value == "wait_complete"
 
 
 @pytest.mark.parametrize(
@@ -300,6 +346,8 @@ class Wrapper:
 
     def __init__(self, cache: Any, cache_linker: Any) -> None:
         self.cache, self.cache_linker = cache, cache_linker
+
+    def release_request(self, rid: str) -> None: ...
 
     def _tail_hashes(self, key: Any, result: Any, device_hit_len: int) -> list[str]:
         return list(key)
@@ -352,3 +400,147 @@ def test_a_wrapper_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))
     with pytest.raises(ConfigError, match=r"sglang==0\.5\.23"):
         follow_paths()
+
+
+class Reader:
+    """What a wrapper asks of a linker that reads for requests."""
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+        self.forgotten: list[str] = []
+
+    def arrive(self, rid: str) -> None:
+        self.known.add(rid)
+
+    def reading(self, rid: str) -> bool:
+        return rid in self.known
+
+    def forget(self, rid: str) -> None:
+        self.forgotten.append(rid)
+
+
+class Request:
+    """One of SGLang's, as far as its scheduler's methods here use it."""
+
+    def __init__(self, rid: str) -> None:
+        self.rid = rid
+        self.looked_up = 0
+
+    def init_next_round_input(self, tree_cache: Any, *, cow_mamba: bool) -> None:
+        assert not cow_mamba  # nothing is allocated for who waits
+        self.looked_up += 1
+
+
+def scheduler_of(monkeypatch: pytest.MonkeyPatch, linker: Any, reduce: Any = lambda tensor, op: None) -> Any:
+    """A scheduler that admits all of its queue, over a tree with this linker."""
+    tree = ModuleType("sglang.srt.mem_cache.unified_radix_cache")
+    tree.UnifiedCacheLinkerWrapper = Wrapper  # type: ignore[attr-defined]
+    module = ModuleType("sglang.srt.managers.scheduler")
+
+    class Scheduler:
+        def __init__(self) -> None:
+            self.tree_cache = SimpleNamespace()
+            self.waiting_queue: list[Request] = []
+            self.asked: list[str] = []
+            self.came_meanwhile: list[Request] = []
+
+        def _prefetch_kvcache(self, req: Request, storage_hit_end: int | None = None) -> None:
+            self.asked.append(req.rid)
+
+        def _get_new_batch_prefill_raw(self, running_batch: Any) -> list[str]:
+            admitted = [req.rid for req in self.waiting_queue[:1]]
+            self.waiting_queue = self.waiting_queue[1:] + self.came_meanwhile
+            return admitted
+
+        def add(self, *rids: str) -> None:
+            for rid in rids:
+                self.waiting_queue.append(Request(rid))
+                self._prefetch_kvcache(self.waiting_queue[-1])
+
+        def step(self) -> list[str]:
+            return self._get_new_batch_prefill_raw(running_batch=None)
+
+        def queue(self) -> list[str]:
+            return [req.rid for req in self.waiting_queue]
+
+    module.Scheduler = Scheduler  # type: ignore[attr-defined]
+    for one in (tree, module, ModuleType("sglang")):
+        monkeypatch.setitem(sys.modules, one.__name__, one)
+    for _ in range(2):
+        follow_paths()
+        hold_requests()
+    scheduler = Scheduler()
+    cache = SimpleNamespace(_all_reduce_attn_groups=reduce)
+    scheduler.tree_cache.linker = tree.UnifiedCacheLinkerWrapper(cache, linker)
+    return scheduler
+
+
+def test_requests_are_held_in_their_place_until_they_are_read_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader()
+    scheduler = scheduler_of(monkeypatch, reader)
+    scheduler.add("a", "b", "c", "d")
+    assert [req.looked_up for req in scheduler.waiting_queue] == [1] * 4
+    assert scheduler.asked == []
+    reader.known -= {"b", "d"}
+    scheduler.came_meanwhile = [Request("e")]
+    assert scheduler.step() == ["b"]
+    assert scheduler.queue() == ["a", "c", "d", "e"]
+    scheduler.came_meanwhile = []
+    reader.known.clear()
+    assert [scheduler.step() for _ in range(4)] == [["a"], ["c"], ["d"], ["e"]]
+
+
+def test_who_was_not_held_once_is_not_held_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader()
+    scheduler = scheduler_of(monkeypatch, reader)
+    scheduler.add("a", "b")
+    reader.known.clear()
+    assert scheduler.step() == ["a"]
+    reader.known = {"b"}
+    assert scheduler.step() == ["b"]
+
+
+def test_a_request_waits_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [1]
+
+    def reduce(tensor: torch.Tensor, op: Any) -> None:
+        assert op == torch.distributed.ReduceOp.MAX
+        tensor.clamp_(min=others[0])
+
+    reader = Reader()
+    scheduler = scheduler_of(monkeypatch, reader, reduce)
+    scheduler.add("a")
+    reader.known.clear()
+    assert scheduler.step() == []
+    assert scheduler.queue() == ["a"]
+    others[0] = 0
+    assert scheduler.step() == ["a"]
+
+
+def test_who_leaves_the_queue_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader()
+    scheduler = scheduler_of(monkeypatch, reader)
+    scheduler.add("a")
+    wrapper = scheduler.tree_cache.linker
+    wrapper.release_request("a")
+    wrapper.release_request("a")
+    assert reader.forgotten == ["a"]
+    assert wrapper.arrivals.held(["a"]) == set()
+
+
+def test_other_caches_are_asked_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = scheduler_of(monkeypatch, SimpleNamespace())
+    scheduler.add("of another linker")
+    assert scheduler.step() == ["of another linker"]
+    scheduler.tree_cache.linker = None
+    scheduler.add("of hicache")
+    assert scheduler.step() == ["of hicache"]
+    assert scheduler.asked == ["of another linker", "of hicache"]
+
+
+def test_a_scheduler_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("sglang.srt.managers.scheduler")
+    module.Scheduler = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(ConfigError, match=r"sglang==0\.5\.23"):
+        hold_requests()

@@ -1,7 +1,6 @@
 """A cache below SGLang's tree and device pool, which names pages by hashes.
 
-Storage is only read in the background. A lookup answers from host memory, locks what it promises, and starts
-a read of what storage may have beyond; a later lookup finds it.
+A lookup answers from host memory, and locks what it promises. Storage is read by `read`, for a later lookup.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ class _Promise:
     Attributes:
         request: locks the pages.
         keys: of all pages that were asked about, from the first page of the prompt on.
+        known: pages of these that the engine has.
         weights: name of the weights that computed them.
         step: of the last lookup.
-        sought: storage was asked for more.
     """
 
     request: EngineRequest
     keys: list[bytes]
+    known: int
     weights: str
     step: int
-    sought: bool
 
 
 class LinkedCache:
@@ -67,14 +66,8 @@ class LinkedCache:
         self._every_length = every_length
         self._promises: dict[str, _Promise] = {}
         self._claimed: dict[str, _Promise] = {}
-        self._reads: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         self._step = 0
-
-    @property
-    def reads(self) -> int:
-        """Number of reads from storage that run in the background."""
-        return len(self._reads)
 
     @property
     def promises(self) -> int:
@@ -105,13 +98,9 @@ class LinkedCache:
         before = self._promises.pop(rid, None)
         request = await self._request(keys, weights).__aenter__()
         whole = request.hit.tokens // self._size
-        promise = _Promise(request, list(keys), weights, self._step, before is not None and before.sought)
-        self._promises[rid] = promise
+        promise = self._promises[rid] = _Promise(request, list(keys), known, weights, self._step)
         if before is not None:
             before.request.close()
-        if whole < len(keys) and not promise.sought:
-            promise.sought = True
-            self._seek(promise)
         lengths = await self._lengths(promise, whole, known) if self._every_length else [whole]
         return [length - known for length in lengths if length > known]
 
@@ -127,28 +116,29 @@ class LinkedCache:
                 whole = shorter.hit.tokens // self._size
         return lengths[::-1]
 
-    def _seek(self, promise: _Promise) -> None:
-        """Read what storage has of a prefix into host memory, in the background."""
-        if self.cache.config.storage is None:
-            return
-        read = asyncio.ensure_future(self._read(promise.keys, promise.weights))
-        self._reads.add(read)
-        read.add_done_callback(self._reads.discard)
+    async def read(self, keys: Sequence[bytes], weights: str = "") -> None:
+        """Read what storage has of a prefix into host memory, for as long as the option `prefetch` says.
 
-    async def _read(self, keys: list[bytes], weights: str) -> None:
+        Args:
+            keys, weights: as of `look`.
+        """
         try:
             async with self._request(keys, weights) as request:
                 await request.prefetch()
         except CacheError as error:
             logger.warning("a read of %d pages ahead failed: %s", len(keys), error)
 
-    def claim(self, rid: str) -> bool:
-        """Keep what was promised to a request until `load` or `drop`; False if there is no promise."""
+    def claim(self, rid: str) -> int | None:
+        """Keep what was promised to a request until `load` or `drop`.
+
+        Returns:
+            the pages that the engine has before those, None if nothing was promised.
+        """
         promise = self._promises.pop(rid, None)
         if promise is None:
-            return False
+            return None
         self._claimed[rid] = promise
-        return True
+        return promise.known
 
     def drop(self, rid: str) -> None:
         """Release what `claim` kept; a no-op if it kept nothing."""
@@ -207,30 +197,21 @@ class LinkedCache:
         async with self._request(keys, weights) as request:
             return request.hit.full_tokens == len(keys) * self._size
 
-    async def settled(self) -> None:
-        """Wait until no read from storage runs in the background."""
-        while self._reads:
-            await asyncio.wait(self._reads)
-
     async def empty(self) -> None:
-        """Release promises, end reads, and drop all pages in host memory. Storage keeps its own."""
-        await self._release()
+        """Release promises, and drop all pages in host memory. Storage keeps its own."""
+        self._release()
         await self.cache.flush()
 
     async def aclose(self) -> None:
-        """Release promises, end reads, and close the cache."""
-        await self._release()
+        """Release promises, and close the cache."""
+        self._release()
         await self.cache.aclose()
 
-    async def _release(self) -> None:
+    def _release(self) -> None:
         for promise in (*self._promises.values(), *self._claimed.values()):
             promise.request.close()
         self._promises.clear()
         self._claimed.clear()
-        for read in list(self._reads):
-            read.cancel()
-        if self._reads:
-            await asyncio.wait(self._reads)
 
 
 def _named_after(events: Sequence[SynchronizableEvent], named: Callable[[], HashedPages]) -> HashedPages:

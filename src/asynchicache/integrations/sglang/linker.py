@@ -34,9 +34,9 @@ from asynchicache.integrations.sglang.linker_seam import (
     follow_paths,
 )
 from asynchicache.integrations.sglang.options import RankIdentity, path_of_rank
+from asynchicache.integrations.sglang.waiting import hold_requests
 from asynchicache.integrations.sglang.weights import follow_weights
 from asynchicache.transfer.ticket import Ticket
-from asynchicache.types import PrefetchPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,11 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     Attributes:
         pools: by SGLang's name; it asks which there are.
         layer_done_counter: forwards wait in it for layers of loads.
+        holds: requests wait while storage is read for them. Not with stages of a pipeline, which do not agree
+            on who waits.
     """
+
+    holds = True
 
     def __init__(
         self,
@@ -76,7 +80,9 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             StorageError: the storage cannot be used.
         """
         self.forward_stream = forward_stream
+        self.holds = params.pp_size == 1
         follow_paths()
+        hold_requests()
         key_adapters_by_content()
         rank = _rank(server_args, params)
         described = device_pools(
@@ -104,7 +110,8 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._tokens_per_page = described.tokens_per_page
         self._before: list[bytes] = []
         self._path: tuple[list[bytes], Any] = ([], None)
-        self._known: dict[str, int] = {}
+        self._arriving = ""
+        self._reads: dict[str, Job[None]] = {}
         self._step = 0
         self._queued: dict[str, tuple[int, dict[str, Any]]] = {}
         self._offloads: deque[Job[bool]] = deque()
@@ -115,8 +122,9 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         except CacheError:
             self._bridge.close()
             raise
+        self._has_storage = config.storage is not None
 
-    # What the wrapper tells beside its calls, see `follow_paths`.
+    # What the wrapper tells and asks beside its calls, see `follow_paths` and `hold_requests`.
 
     def path_before(self, hashes: Sequence[str]) -> None:
         """Name the pages on the device before those of the next `lookup`."""
@@ -126,19 +134,42 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Name all pages of the prefix that the next `offload` is the end of, and their device indices."""
         self._path = _keys(hashes), table
 
+    def arrive(self, rid: str) -> None:
+        """Let the next `lookup` of a request start to read what storage has beyond host memory."""
+        self._arriving = rid
+
+    def reading(self, rid: str) -> bool:
+        """Return whether a request has to wait, because storage is read for it; never blocks."""
+        read = self._reads.get(rid)
+        if read is not None and read.done():
+            del self._reads[rid]
+        return rid in self._reads
+
+    def forget(self, rid: str) -> None:
+        """Stop to read for a request that was aborted while it waited."""
+        read = self._reads.pop(rid, None)
+        if read is not None:
+            read.cancel()
+
     # Host memory to the device.
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         """Return the lengths, in pages behind those on the device, that host memory can restore."""
         keys = next(each.keys for each in transfers if _text(each.name) == FULL)
         before, self._before = self._before, []
-        self._known[rid] = len(before)
+        arrives, self._arriving = rid == self._arriving, ""
+        path, weights = [*before, *_keys(keys)], self._weights.name()
         try:
-            looking = self._look(rid, [*before, *_keys(keys)], len(before), self._weights.name())
-            return self._bridge.call(looking)
+            lengths = self._bridge.call(self._look(rid, path, len(before), weights))
+            lacks = len(path) > len(before) + max(lengths, default=0)
+            if arrives and lacks and self._has_storage:
+                read = self._bridge.submit(self._linked.read(path, weights), queued=False)
+                if self.holds:
+                    self._reads[rid] = read
         except (CacheError, CancelledError) as error:
             logger.warning("a lookup failed: %s", error)
             return []
+        return lengths
 
     async def _look(self, rid: str, keys: list[bytes], known: int, weights: str) -> list[int]:
         self._linked.step(self._step)
@@ -146,8 +177,8 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Queue a load for the next `start_layer_wise_loading`; False if nothing was promised."""
-        known = self._known.pop(rid, 0)
-        if rid in self._queued or not self._bridge.call(_now(self._linked.claim, rid)):
+        known = None if rid in self._queued else self._bridge.call(_now(self._linked.claim, rid))
+        if known is None:
             return False
         named = {_text(each.name): each for each in transfers}
         self._queued[rid] = (
@@ -268,11 +299,12 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _quiesce(self) -> None:
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
+        for rid in list(self._reads):
+            self.forget(rid)
         if not self._bridge.drain(_QUIESCE_SECONDS):
             logger.error("%d copies did not end in %g s", self._bridge.pending, _QUIESCE_SECONDS)
         self._offloads.clear()
         self._loads.clear()
-        self._known.clear()
         self.layer_done_counter.reset()
 
     def close(self) -> None:
@@ -298,15 +330,11 @@ def linker_options(given: Mapping[str, object], rank: RankIdentity) -> CacheConf
         raise ConfigError(f"{_FLAG}: {', '.join(ours)} cannot be set here; SGLang's own flags decide it")
     try:
         options = CacheConfig.read_some(given)
-        options.setdefault("prefetch", CacheConfig.read({"prefetch": {"policy": _COMPLETE}}).prefetch)
         if "storage" in options and "storage_options" in options:
             options["storage_options"] = path_of_rank(options["storage"], options["storage_options"], rank)
         return CacheConfig(**options, page_keys=True, rank=rank.tp_rank, ranks=rank.tp_size)
     except ConfigError as error:
         raise ConfigError(f"{_FLAG}: {error}") from error
-
-
-_COMPLETE = PrefetchPolicy.WAIT_COMPLETE.value
 
 
 async def _open(described: DevicePools, config: CacheConfig) -> LinkedCache:

@@ -9,6 +9,7 @@ from typing import Any
 
 from asynchicache.errors import ConfigError
 from asynchicache.integrations.sglang.seam import SUPPORTED
+from asynchicache.integrations.sglang.waiting import Arrivals
 
 _LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
 _TREE = "sglang.srt.mem_cache.unified_radix_cache"
@@ -78,6 +79,7 @@ def follow_paths() -> None:
     """Make SGLang tell linkers which pages come before those that it names.
 
     Its wrapper names pages of the end of a prefix only; a tree that begins at the root needs those before.
+    For `hold_requests` it knows which requests have arrived.
     Subclassing is not foreseen, so the class is replaced where SGLang looks it up. Other linkers see no
     difference.
 
@@ -94,9 +96,17 @@ def follow_paths() -> None:
 
 def _following(wrapper: Any) -> Any:
     class PathFollowingWrapper(wrapper):  # type: ignore[misc]
-        """Calls `path_before` and `path_of` of a linker that has them."""
+        """Calls `path_before` and `path_of` of a linker that has them, and has `Arrivals`."""
 
         follows_paths = True
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.arrivals = Arrivals(self.cache, self.cache_linker)
+
+        def release_request(self, rid: str) -> None:
+            super().release_request(rid)
+            self.arrivals.forget(rid)
 
         def _tail_hashes(self, key: Any, result: Any, device_hit_len: int) -> Any:
             tail = super()._tail_hashes(key, result, device_hit_len)
