@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from asynchicache_lab.judge.caches import CACHES
 from asynchicache_lab.judge.cases import CASES
-from asynchicache_lab.judge.servers import Forks, JudgedAnswer, Place, Serve
+from asynchicache_lab.judge.servers import Forks, JudgedAnswer, Place, Serve, Server
 from asynchicache_lab.judge.trial import CacheTrial
 from asynchicache_lab.judge.verdicts import References, Verdict, compare, judge, show
 from integrations.serve.checkpoints import save_checkpoint
@@ -56,19 +56,23 @@ def verdicts(place: Place, forks: Forks, folder: Path, cache: object, names: Seq
 def test_a_server_of_ours_is_right_and_keeps_what_it_promised(
     place: Place, forks: Forks, tmp_path: Path
 ) -> None:
-    names = ["warm", "cancelled", "tenants", "kill"]
-    found = verdicts(place, forks, tmp_path, OURS, [*names, "updated"])
-    assert {each.case: each.word for each in found} == dict.fromkeys(names, "ok") | {"updated": "-"}
+    names = ["warm", "cancelled", "tenants", "kill", "updated"]
+    found = verdicts(place, forks, tmp_path, OURS, [*names, "adapter"])
+    words = {each.case: each.word for each in found}
+    assert words == dict.fromkeys(names, "ok") | {"adapter": "has no adapters"}
     assert all(each.served == each.promised > 0 for each in found if each.case in names), found
 
 
 class Careless(Serve):
-    """Forgets whose prompt it is."""
+    """Forgets whose prompt it is, and takes names for weights."""
 
     def body(self, prompt: Sequence[int], new: int, salt: str | None, *, adapter: bool) -> tuple[str, dict]:
         return super().body(
             prompt, new, salt if salt and salt.startswith("reference") else None, adapter=False
         )
+
+    def update(self, server: Server, model: Path) -> None:
+        server.call("POST", "/update_weights", {"weight_version": "those of another model"})
 
 
 def test_what_belongs_to_others_is_red_with_a_command_that_shows_it(
@@ -77,8 +81,9 @@ def test_what_belongs_to_others_is_red_with_a_command_that_shows_it(
     """Its operator names the weights by hand, and does not change the name with them."""
     named = ('--config={"weight_version": "1", "host_bytes": "64MiB"}',)
     careless = OURS._replace(engine=Careless(), options=lambda folder: (*OURS.options(folder), *named))
-    found = verdicts(place, forks, tmp_path, careless, ["tenants", "weights"])
-    assert {each.case: each.word for each in found} == {"tenants": "LEAK", "weights": "WRONG"}
+    found = verdicts(place, forks, tmp_path, careless, ["tenants", "updated", "weights"])
+    words = {each.case: each.word for each in found}
+    assert words == {"tenants": "LEAK", "updated": "WRONG", "weights": "WRONG"}
     table = show(found, {"serve": "1"}, "judge {cache} --case {case}")
     assert "| weights | WRONG |" in table
     assert "    judge serve --case tenants" in table

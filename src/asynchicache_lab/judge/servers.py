@@ -247,10 +247,10 @@ class SGLang(JudgedEngine):
 
 
 class Serve(OpenAIEngine):
-    """`asynchicache serve`."""
+    """`asynchicache serve`, in a program that can change its model's weights."""
 
     name = "serve"
-    module = "asynchicache"
+    module = "asynchicache_lab.judge.changing"
     preloaded = (
         "asynchicache.cache",
         "asynchicache.integrations.serve.server",
@@ -259,7 +259,7 @@ class Serve(OpenAIEngine):
     )
     page = 16
     tolerance: Mapping[bool, float] = {False: 1e-3, True: 1e-3}
-    verbs = frozenset({"flush"})
+    verbs = frozenset({"flush", "update"})
     uncached = ()  # whoever asks for what is not cached has a salt of his own
 
     def arguments(self, life: ServerLife, port: int) -> list[str]:
@@ -270,6 +270,13 @@ class Serve(OpenAIEngine):
 
     def flush(self, server: Server) -> None:
         server.call("POST", "/flush_cache")
+
+    def update(self, server: Server, model: Path) -> None:
+        path = server.life.model
+        path.unlink()
+        path.symlink_to(model)
+        server.signal(signal.SIGUSR1)
+        server.call("POST", "/update_weights", {"weight_version": "updated in place"})
 
 
 class Forks:
@@ -315,12 +322,16 @@ class Forks:
 class Server:
     """A running server; ready when it is made.
 
+    Attributes:
+        engine: what serves.
+        life: how it was started.
+
     Raises:
         JudgedServerError: it does not start; says the last line of its log.
     """
 
     def __init__(self, engine: JudgedEngine, forks: Forks, life: ServerLife, log: Path) -> None:
-        self.engine, self._log = engine, log
+        self.engine, self.life, self._log = engine, life, log
         self._port = free_port()
         said = log.stat().st_size if log.exists() else 0
         self._process = forks.fork(engine.arguments(life, self._port), life.environment, log)
@@ -387,6 +398,9 @@ class Server:
                 raise JudgedServerError(f"{method} {path}: no answer in {SECONDS:.0f} s") from None
             except (OSError, HTTPException) as error:
                 raise JudgedServerError(f"{method} {path}: {type(error).__name__} {error}") from error
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self._process, number)
 
     def until(self, condition: Callable[[], bool]) -> None:
         _until(condition, SECONDS)

@@ -15,7 +15,7 @@ from asynchicache_lab.judge.cases import CASES, Case, Leak, Steps
 from asynchicache_lab.judge.servers import Forks, JudgedAnswer, JudgedServerError, Place, Server, ServerLife
 from asynchicache_lab.judge.trial import EVENTS, CacheTrial, Question, TrialOptions, Witness
 
-OK, LOST, CANNOT = "ok", "lost", "-"
+OK, LOST = "ok", "lost"
 RED = ("WRONG", "FAILED", "LEAK")
 """Wrong tokens; a request or a start that failed, or hung; what belongs to others was served."""
 
@@ -27,8 +27,8 @@ class Verdict:
     Attributes:
         cache: its name.
         case: its name.
-        word: `ok`, `lost` (right, but nothing of what was promised was served), `-` (it has no verb for
-            this), or one of `RED`.
+        word: `ok`, `lost` (right, but nothing of what was promised was served), `has no ...` (what the case
+            needs), or one of `RED`.
         seen: what was seen, of red ones.
         promised: tokens, as of `Witness`.
         served: tokens.
@@ -140,7 +140,7 @@ def judge(
     for case in cases:
         possible = not case.needs or case.needs in trial.cache.engine.verbs
         witness = Witness(trial, case.name)
-        verdict = Verdict(trial.cache.name, case.name, OK if possible else CANNOT)
+        verdict = Verdict(trial.cache.name, case.name, OK if possible else f"has no {case.needs}s")
         runs.append(_Run(case, witness, case.run(witness), verdict))
     try:
         trial.start()
