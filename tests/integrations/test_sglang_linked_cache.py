@@ -21,6 +21,7 @@ PAGE = 4
 SPEC = synthetic_spec(PAGE)
 KEYS = [bytes([number]) * 32 for number in range(12)]
 HOST = {"kv": 16, "mamba": 8}
+COMPLETE = PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE)
 
 
 def paged() -> PagedMemory:
@@ -29,7 +30,11 @@ def paged() -> PagedMemory:
 
 @asynccontextmanager
 async def linked(
-    memory: PagedMemory, storage: StorageBackend | None = None, *, every_length: bool = False
+    memory: PagedMemory,
+    storage: StorageBackend | None = None,
+    *,
+    every_length: bool = False,
+    prefetch: PrefetchOptions = COMPLETE,
 ) -> AsyncIterator[LinkedCache]:
     config = CacheConfig(
         host_slots=HOST,
@@ -37,7 +42,7 @@ async def linked(
         page_keys=True,
         weight_version="1",
         storage="memory" if storage is not None else None,
-        prefetch=PrefetchOptions(policy=PrefetchPolicy.WAIT_COMPLETE),
+        prefetch=prefetch,
     )
     cache = await HybridCache.open(SPEC, config, engine=memory.memory, storage=storage)
     tier = LinkedCache(cache, every_length=every_length)
@@ -109,6 +114,18 @@ async def test_pages_that_storage_damages_are_never_promised() -> None:
         assert await tier.look("first", KEYS[:4], 0) == []
         await tier.read(KEYS[:4])
         assert await tier.look("first", KEYS[:4], 0) == []
+
+
+@pytest.mark.asyncio
+async def test_a_read_from_storage_that_hangs_ends_at_its_deadline() -> None:
+    memory, store = paged(), MemoryStore()
+    async with linked(memory, MemoryBackend(store)) as tier:
+        assert await back_up(tier, memory, KEYS[:4])
+    hanging = Faulty(MemoryBackend(store), FaultRates(hang=1.0, calls=["get"]), random.Random(1))
+    async with linked(memory, hanging, prefetch=PrefetchOptions(base_seconds=0.0)) as tier:
+        await tier.read(KEYS[:4])
+        assert await tier.look("held until then", KEYS[:4], 0) == []
+        hanging.release()
 
 
 @pytest.mark.asyncio
