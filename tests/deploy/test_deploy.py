@@ -137,7 +137,7 @@ def test_prometheus_answers_each_query_of_the_dashboard(tmp_path: Path):
     store = ["--storage-path", tmp_path / "pages", "--threads", "1"]
     command = [sys.executable, "-m", "asynchicache", "serve", "--port", str(port), *store]
     config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"},
         "rule_files": [str(ALERTS)],
         "scrape_configs": [{"job_name": "serve", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}],
     }
