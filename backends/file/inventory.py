@@ -20,7 +20,7 @@ from asynchicache.backends.file.store import PoolStore
 from asynchicache.errors import StorageError
 from asynchicache.hashing import NAMESPACE_BYTES
 from asynchicache.ports import Port
-from asynchicache.storage.labels import PoolLabel, PoolListing, read_label
+from asynchicache.storage.labels import GoOn, PoolLabel, PoolListing, read_label
 
 
 class FileInventory:
@@ -56,8 +56,10 @@ class FileInventory:
     async def label(self, pool: PoolListing) -> PoolLabel | None:
         return read_label(read_label_file(self._folder.path / pool.name))
 
-    async def remove(self, pool: PoolListing, namespace: bytes | None, per_second: float) -> int:
-        """Files are removed, and not pages one by one, so `per_second` has no effect."""
+    async def remove(self, pool: PoolListing, namespace: bytes | None, go_on: GoOn) -> int:
+        """Files are removed, and not pages one by one, so `go_on` is asked once."""
+        if not await go_on(0):
+            return 0
         return await self._port.run_blocking(partial(self._remove, pool, namespace))
 
     def _remove(self, pool: PoolListing, namespace: bytes | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from asynchicache.hashing import NAMESPACE_BYTES
 from asynchicache.layouts import ALIGNMENT, HEADER_BYTES, round_up
 from asynchicache.ports import Port
 from asynchicache.storage.binding import read_frame, read_header
-from asynchicache.storage.labels import PagesChecked, PoolLabel, PoolListing, read_label
+from asynchicache.storage.labels import GoOn, PagesChecked, PoolLabel, PoolListing, read_label
 
 _STEP = 128
 """Pages of one call."""
@@ -101,20 +100,19 @@ class Hf3fsInventory:
     async def label(self, pool: PoolListing) -> PoolLabel | None:
         return self._read_label(pool.name)
 
-    async def remove(self, pool: PoolListing, namespace: bytes | None, per_second: float) -> int:
+    async def remove(self, pool: PoolListing, namespace: bytes | None, go_on: GoOn) -> int:
         if not self._writes:
             raise StorageError(f"{self._folder} is opened to be read")
         names = await self._opened(pool.name)
         going = [] if names is None else await names.leaving(_ALL)
         going = [key for key in going if key.startswith((namespace or b"").hex())]
-        step = min(_STEP, max(1, int(per_second))) if per_second else _STEP
-        removed = 0
-        for start in range(0, len(going), step):
+        removed, most = 0, await go_on(0)
+        while most and going:
             assert names is not None
-            removed += sum(await names.delete(going[start : start + step]))
-            if per_second:
-                await asyncio.sleep(step / per_second)
-        if namespace is None:
+            some, going = going[: min(_STEP, most)], going[min(_STEP, most) :]
+            removed += sum(await names.delete(some))
+            most = await go_on(len(some))
+        if most and namespace is None and self._read_label(pool.name) == pool.label:
             (self._folder / f"{pool.name}{LABEL}").unlink(missing_ok=True)
             if pool.state(time.time()) == "expired":  # else somebody may have it open
                 (self._folder / f"{pool.name}{PAGES}").unlink(missing_ok=True)

@@ -5,7 +5,6 @@ Mooncake's client lists nothing; the master's port for metrics lists the names o
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 import urllib.request
@@ -24,7 +23,7 @@ from asynchicache.errors import StorageError
 from asynchicache.hashing import DIGEST_BYTES, NAMESPACE_BYTES
 from asynchicache.ports import Port
 from asynchicache.storage.binding import read_frame
-from asynchicache.storage.labels import PagesChecked, PoolLabel, PoolListing, read_label
+from asynchicache.storage.labels import GoOn, PagesChecked, PoolLabel, PoolListing, read_label
 
 _DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 _STEP = 1000
@@ -106,19 +105,17 @@ class MooncakeInventory:
 
         return read_label(await self._port.run_blocking(read))
 
-    async def remove(self, pool: PoolListing, namespace: bytes | None, per_second: float) -> int:
+    async def remove(self, pool: PoolListing, namespace: bytes | None, go_on: GoOn) -> int:
         if not self._writes:
             raise StorageError(f"{self._options.master} is opened to be read")
         client, going = await self._backend.client(), await self._pages(pool, namespace or b"")
-        step = min(_STEP, max(1, int(per_second))) if per_second else _STEP
-        removed = 0
-        for start in range(0, len(going), step):
-            names = going[start : start + step]
+        removed, most = 0, await go_on(0)
+        while most and going:
+            names, going = going[: min(_STEP, most)], going[min(_STEP, most) :]
             codes = await self._port.run_blocking(partial(client.remove, names))
             removed += codes.count(0)
-            if per_second:
-                await asyncio.sleep(len(names) / per_second)
-        if namespace is None:
+            most = await go_on(len(names))
+        if most and namespace is None and await self.label(pool) == pool.label:
             label = f"{self._options.namespace}:{pool.name}.{LABEL}"
             await self._port.run_blocking(partial(client.remove, [label]))
         return removed

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 
 import obstore
@@ -19,7 +18,7 @@ from asynchicache.errors import StorageError
 from asynchicache.hashing import NAMESPACE_BYTES
 from asynchicache.ports import Port
 from asynchicache.storage.binding import read_frame
-from asynchicache.storage.labels import PagesChecked, PoolLabel, PoolListing, read_label
+from asynchicache.storage.labels import GoOn, PagesChecked, PoolLabel, PoolListing, read_label
 
 _CHUNK = 1000
 """Objects of one listing or deletion, the most that S3 takes."""
@@ -92,7 +91,7 @@ class ObjectInventory:
         except FAILURES as error:
             raise StorageError(f"{self._options.url}: {summary(error)}") from error
 
-    async def remove(self, pool: PoolListing, namespace: bytes | None, per_second: float) -> int:
+    async def remove(self, pool: PoolListing, namespace: bytes | None, go_on: GoOn) -> int:
         if not self._writes:
             raise StorageError(f"{self._options.url} is read-only")
         going, claims = list[StoredObject](), list[str]()
@@ -102,16 +101,16 @@ class ObjectInventory:
                 going.append(stored)
             elif is_claim(pool.name, path) and path.startswith(f"{pool.name}/{(namespace or b'').hex()}"):
                 claims.append(path)
-        removed = 0
-        for objects in _batches(going, per_second):
+        removed, most = 0, await go_on(0)
+        while most and going:
+            objects, going = _divided(going, most)
             pages = sum(stored.pages for stored in objects)
             await self._delete([stored.path for stored in objects])
             removed += pages
-            if per_second:
-                await asyncio.sleep(pages / per_second)
-        if claims:
+            most = await go_on(pages)
+        if claims and most:
             await self._delete(claims)
-        if namespace is None and pool.label is not None:
+        if most and namespace is None and pool.label is not None and await self.label(pool) == pool.label:
             await self._delete([f"{pool.name}/{LABEL}"])
         return removed
 
@@ -159,17 +158,15 @@ def _namespace(stored: StoredObject) -> bytes:
     return bytes.fromhex(stored.group[: 2 * NAMESPACE_BYTES])
 
 
-def _batches(objects: Sequence[StoredObject], per_second: float) -> Iterator[Sequence[StoredObject]]:
-    """Objects to delete in one request: of the pages of a second at most, if that is limited."""
-    start = pages = 0
-    for index, stored in enumerate(objects):
-        full = per_second and pages and pages + stored.pages > per_second
-        if full or index - start == _CHUNK:
-            yield objects[start:index]
-            start, pages = index, 0
+def _divided(objects: list[StoredObject], most: int) -> tuple[list[StoredObject], list[StoredObject]]:
+    """Objects to delete in one request, at least one, of that many pages at most; and the rest."""
+    pages = count = 0
+    for stored in objects[:_CHUNK]:
         pages += stored.pages
-    if start < len(objects):
-        yield objects[start:]
+        if count and pages > most:
+            break
+        count += 1
+    return objects[:count], objects[count:]
 
 
 def open_inventory(options: Mapping[str, object], port: Port, *, writes: bool) -> ObjectInventory:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping
@@ -17,7 +16,7 @@ from asynchicache.errors import StorageError
 from asynchicache.hashing import DIGEST_BYTES, NAMESPACE_BYTES
 from asynchicache.ports import Port
 from asynchicache.storage.binding import read_frame
-from asynchicache.storage.labels import PagesChecked, PoolLabel, PoolListing, read_label
+from asynchicache.storage.labels import GoOn, PagesChecked, PoolLabel, PoolListing, read_label
 
 _DIGEST = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
@@ -69,16 +68,18 @@ class RedisInventory:
                 return next(iter(found.values()))
         return None
 
-    async def remove(self, pool: PoolListing, namespace: bytes | None, per_second: float) -> int:
+    async def remove(self, pool: PoolListing, namespace: bytes | None, go_on: GoOn) -> int:
         if not self._writes:
             raise StorageError(f"{self._options.server} is read-only")
         digest = (namespace or b"").hex().ljust(2 * DIGEST_BYTES, "?")
         removed = 0
+        if not await go_on(0):
+            return removed
         async for count in self._backend.steps(self._glob(f"{pool.name}.{digest}"), self._backend.unlink):
             removed += count
-            if per_second:
-                await asyncio.sleep(count / per_second)
-        if namespace is None:
+            if count and not await go_on(count):
+                return removed
+        if namespace is None and await self.label(pool) == pool.label:
             async for _ in self._backend.steps(self._glob(f"{pool.name}.{LABEL}"), self._backend.unlink):
                 pass
         return removed

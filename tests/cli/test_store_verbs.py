@@ -231,6 +231,49 @@ def test_gc_removes_what_nobody_uses_any_more(store: Store, capsys: pytest.Captu
     assert run(capsys, "gc", *store.where)[1]["pools"] == []
 
 
+@pytest.fixture
+def renewed(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """While a verb pauses, somebody begins to use all pools; how long the pauses were."""
+    pauses = []
+
+    async def renew(seconds: float) -> None:
+        pauses.append(seconds)
+        change = msgspec.structs.replace
+        store.relabel(lambda label: msgspec.json.encode(change(label, until=time.time() + WEEK)))
+
+    monkeypatch.setattr("asynchicache.cli.stores._pause", renew)
+    return pauses
+
+
+@pytest.mark.parametrize("store", SHARED, indirect=True)
+def test_gc_stops_where_a_pool_came_back_into_use_meanwhile(
+    store: Store, renewed: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.fill("old", seconds=1e-3)
+
+    code, result = run(capsys, "gc", *store.where, "--per-second", "2")
+
+    assert (code, result["pools"], len(result["kept"])) == (0, [], 2)
+    assert 0 < result["pages"] <= 5
+    assert [seconds * 2 for seconds in renewed] == [result["pages"]]
+    found = run(capsys, "ls", *store.where)[1]
+    assert {(one["pool"], one["state"]) for one in found["pools"]} == {("kv", "live"), ("mamba", "live")}
+    assert found["pages"] == PAGES - result["pages"]
+
+
+@pytest.mark.parametrize("store", SHARED, indirect=True)
+def test_clear_leaves_the_label_of_a_pool_that_came_back_into_use_meanwhile(
+    store: Store, renewed: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.fill("old", seconds=1e-3)
+
+    _, result = run(capsys, "clear", *store.where, "--everything", "--per-second", "2")
+
+    assert (result["pages"], sum(renewed) * 2) == (PAGES, PAGES)
+    found = run(capsys, "ls", *store.where)[1]
+    assert (found["pages"], [one["state"] for one in found["pools"]]) == (0, ["live"] * 2)
+
+
 @pytest.mark.parametrize("change", ["missing", "damaged", "newer", "later"])
 def test_gc_leaves_alone_what_it_does_not_know(
     store: Store, change: str, capsys: pytest.CaptureFixture[str]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from operator import add
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -32,6 +32,16 @@ from asynchicache.storage.labels import (
 )
 
 T = TypeVar("T")
+
+_ALL = 1 << 62
+
+
+class _Removed(NamedTuple):
+    """What went of a pool; `whole`: all that was to go, since nobody has begun to use it."""
+
+    pool: PoolListing
+    pages: int
+    whole: bool
 
 
 def verify(options: VerifyOptions, output: Output) -> CommandResult:
@@ -138,31 +148,47 @@ def _namespace(options: StoreOptions) -> bytes | None:
 
 async def _removed(
     options: GcOptions, output: Output, going: Callable[[PoolListing], bool], now: float | None = None
-) -> tuple[list[tuple[PoolListing, int]], list[PoolListing]]:
-    """Remove pools, or their pages of a namespace: what went, with how many pages, and what stays."""
+) -> tuple[list[_Removed], list[PoolListing]]:
+    """Remove pools, or their pages of a namespace: what went, and what stays."""
 
-    async def remove(
-        inventory: Inventory, options: StoreOptions
-    ) -> tuple[list[tuple[PoolListing, int]], list[PoolListing]]:
+    async def remove(inventory: Inventory, options: StoreOptions) -> tuple[list[_Removed], list[PoolListing]]:
         assert isinstance(options, GcOptions)
         pools = await inventory.pools()
         if now is not None:
             check_clock(pools, now)
             await check_clocks(inventory, now)
         chosen = [pool for pool in pools if _fits(pool, options) and going(pool)]
-        namespace, gone = _namespace(options), []
+        gone = []
         with output.bar("removing") as advance:
             for done, pool in enumerate(chosen):
                 advance(done, len(chosen))
-                pages = _pages(pool, options)
-                if not going(pool._replace(label=await inventory.label(pool))):
-                    continue  # somebody has begun to use it
-                if not options.dry_run:
-                    pages = await inventory.remove(pool, namespace, options.per_second)
-                gone.append((pool, pages))
-        return gone, [pool for pool in pools if pool not in [one for one, _ in gone]]
+                gone.append(await _remove(inventory, pool, options, going))
+        whole = [one.pool for one in gone if one.whole]
+        return gone, [pool for pool in pools if pool not in whole]
 
     return await _with_inventory(options, remove, writes=not options.dry_run)
+
+
+async def _remove(
+    inventory: Inventory, pool: PoolListing, options: GcOptions, going: Callable[[PoolListing], bool]
+) -> _Removed:
+    """Remove a pool, or its pages of a namespace, as long as nobody begins to use it."""
+    whole = True
+
+    async def go_on(pages: int) -> int:
+        nonlocal whole
+        if pages and options.per_second:
+            await _pause(pages / options.per_second)
+        whole = going(pool._replace(label=await inventory.label(pool)))
+        return (options.per_second or _ALL) if whole else 0
+
+    if options.dry_run:
+        return _Removed(pool, _pages(pool, options) if await go_on(0) else 0, whole)
+    return _Removed(pool, await inventory.remove(pool, _namespace(options), go_on), whole)
+
+
+async def _pause(seconds: float) -> None:
+    await asyncio.sleep(seconds)
 
 
 def _pages(pool: PoolListing, options: StoreOptions) -> int:
@@ -200,15 +226,14 @@ def _table(rows: list[dict[str, object]]) -> RenderableType:
     return table
 
 
-def _removal(
-    removed: list[tuple[PoolListing, int]], kept: list[PoolListing], options: GcOptions
-) -> CommandResult:
-    names, stay = [pool.name for pool, _ in removed], [pool.name for pool in kept]
-    pages = sum(count for _, count in removed)
+def _removal(removed: list[_Removed], kept: list[PoolListing], options: GcOptions) -> CommandResult:
+    whole = [one.pool for one in removed if one.whole]
+    names, stay = [pool.name for pool in whole], [pool.name for pool in kept]
+    pages = sum(one.pages for one in removed)
     result = {
         "pools": names,
         "pages": pages,
-        "bytes": None if options.namespace else sum(pool.nbytes for pool, _ in removed),
+        "bytes": None if options.namespace else sum(pool.nbytes for pool in whole),
         "kept": stay,
         "unknown": [pool.name for pool in kept if pool.label is None],
         "dry_run": options.dry_run,

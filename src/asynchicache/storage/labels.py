@@ -7,9 +7,9 @@ has expired belongs to a model or to weights that nobody serves any more. Labels
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -129,6 +129,11 @@ class PagesChecked(NamedTuple):
     nbytes: int
 
 
+GoOn: TypeAlias = "Callable[[int], Awaitable[int]]"
+"""Given how many pages were removed since it was asked last: pauses, and returns how many may be removed
+until it is asked again; 0 if no more."""
+
+
 class Inventory(Protocol):
     """All pools of a store, whoever they belong to; a backend has one if it can list its pages."""
 
@@ -147,13 +152,14 @@ class Inventory(Protocol):
         """
         ...
 
-    async def remove(self, pool: PoolListing, namespace: bytes | None, per_second: float) -> int:
-        """Remove a pool with its label, or its pages of one namespace; returns how many pages that were.
+    async def remove(self, pool: PoolListing, namespace: bytes | None, go_on: GoOn) -> int:
+        """Remove a pool with its label, or its pages of one namespace; returns how many pages that were. A
+        label that has changed since the pool was listed stays.
 
         Args:
             pool: the pool.
             namespace: as in `PoolListing.pages`; None for all.
-            per_second: the most pages to remove in a second; 0 for no limit.
+            go_on: asked before the first page, and after each batch.
 
         Raises:
             StorageError: the store refuses, or is in use by a process that would not notice.
