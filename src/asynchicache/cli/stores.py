@@ -20,6 +20,7 @@ from asynchicache.cli.options import ClearOptions, GcOptions, ListOptions, Store
 from asynchicache.cli.output import CommandResult, Output
 from asynchicache.config import open_inventory
 from asynchicache.hashing import namespace_id, namespace_seed
+from asynchicache.layouts import HEADER_BYTES
 from asynchicache.ports import AsyncioPort
 from asynchicache.reports import facts
 from asynchicache.storage.labels import (
@@ -63,7 +64,9 @@ def list_pools(options: ListOptions, output: Output) -> CommandResult:
     with output.console.status(escape(f"listing {options.path}")):
         pools = asyncio.run(_with_inventory(options, _chosen, writes=False))
     rows = [_row(pool, options, now) for pool in pools]
-    total = {name: sum(int(str(row[name])) for row in rows) for name in ("pages", "bytes")}
+    pages, sizes = sum(_pages(pool, options) for pool in pools), [_bytes(pool, options) for pool in pools]
+    known = [size for size in sizes if size is not None]
+    total = {"pages": pages, "bytes": sum(known) if len(known) == len(sizes) else None}
     return CommandResult({"pools": rows, **total}, _table(rows))
 
 
@@ -196,6 +199,15 @@ def _pages(pool: PoolListing, options: StoreOptions) -> int:
     return sum(pool.pages.values()) if namespace is None else pool.pages.get(namespace, 0)
 
 
+def _bytes(pool: PoolListing, options: StoreOptions) -> int | None:
+    """Bytes of a pool, or of its pages of a namespace; None if nobody knows."""
+    if not options.namespace:
+        return pool.nbytes
+    if pool.label is None:
+        return None
+    return _pages(pool, options) * (HEADER_BYTES + pool.label.page_bytes)
+
+
 def _row(pool: PoolListing, options: StoreOptions, now: float) -> dict[str, object]:
     label = pool.label
     return {
@@ -208,7 +220,7 @@ def _row(pool: PoolListing, options: StoreOptions, now: float) -> dict[str, obje
         "written_by": label.written_by if label is not None else None,
         "pages": _pages(pool, options),
         "namespaces": {one.hex(): count for one, count in sorted(pool.pages.items())},
-        "bytes": pool.nbytes,
+        "bytes": _bytes(pool, options),
         "state": pool.state(now),
         "until": label.until if label is not None else None,
     }
@@ -221,7 +233,8 @@ def _table(rows: list[dict[str, object]]) -> RenderableType:
     for row in rows:
         pool = f"{row['pool']} {row['shard']}".strip()
         cells = [pool, str(row["fingerprint"])[:12], row["model"], row["weight_version"], f"{row['pages']:,}"]
-        cells += [f"{int(str(row['bytes'])) / 1e6:,.1f}", row["state"]]
+        size = row["bytes"]
+        cells += [f"{size / 1e6:,.1f}" if isinstance(size, int) else None, row["state"]]
         table.add_row(*(Text("?" if cell is None else str(cell)) for cell in cells))
     return table
 
