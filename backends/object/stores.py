@@ -69,7 +69,7 @@ def _remote(options: ObjectOptions) -> ObjectStore:
     client: dict[str, Any] = {
         "timeout": patience,
         "connect_timeout": min(patience, _LONGEST_CONNECT),
-        "allow_http": _says_http(options.config),
+        "allow_http": allows_http(options.config),
     }
     if options.ca_file is not None:
         client["root_certificate"] = Path(options.ca_file).read_text("utf-8", "replace")
@@ -88,9 +88,11 @@ def _remote(options: ObjectOptions) -> ObjectStore:
     return from_url(options.url, **settings)
 
 
-def _says_http(config: Mapping[str, str]) -> bool:
+def allows_http(config: Mapping[str, str]) -> bool:
+    """Whether requests may go without TLS: the settings name such an address, or none. obstore takes it from
+    the environment then, but not `AWS_ALLOW_HTTP`, since we set timeouts."""
     addresses = [text for name, text in config.items() if any(word in name.lower() for word in _ADDRESSES)]
-    return any(text.startswith("http://") for text in addresses)
+    return not addresses or any(text.startswith("http://") for text in addresses)
 
 
 def ignores_conditions(error: Exception) -> bool:

@@ -17,6 +17,7 @@ import obstore
 import pytest
 
 from asynchicache.backends.object import open_backend
+from asynchicache.backends.object.stores import allows_http
 from asynchicache.errors import StorageError, StorageFormatError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
@@ -30,6 +31,7 @@ from storage.object_servers import (
     SERVERS,
     AzureServer,
     ObjectServer,
+    S3Server,
     backend_at,
     bench_at,
     impatient,
@@ -141,6 +143,33 @@ async def test_an_index_knows_what_was_there_and_what_it_stored_itself(
             assert await bench.engine.exists(keys) == bytes([0, 1, 0, learned])
             assert await bench.put(keys[2:3], [0]) == [STORED]
             assert await bench.engine.exists(keys) == bytes([0, 1, 1, learned])
+
+
+@pytest.mark.parametrize("server", [S3Server], indirect=True, scope="module")
+@pytest.mark.parametrize("allowed", [None, "true"])
+@pytest.mark.asyncio
+async def test_an_address_without_tls_may_come_from_the_environment(
+    server: ObjectServer, allowed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in server.config.items():
+        monkeypatch.setenv(f"AWS_{name.upper()}", text)
+    if allowed is not None:
+        monkeypatch.setenv("AWS_ALLOW_HTTP", allowed)
+    async with bench_at({**server.options(f"environment/{allowed}"), "config": {}}) as bench:
+        assert await bench.put(bench.keys(1), [0]) == [STORED]
+        assert await bench.get(bench.keys(1), [1]) == [HIT]
+
+
+@pytest.mark.parametrize(
+    ("config", "allowed"),
+    [
+        ({"endpoint": "http://127.0.0.1:1"}, True),
+        ({"region": "x"}, True),
+        ({"aws_endpoint_url": "https://127.0.0.1:1"}, False),
+    ],
+)
+def test_an_address_with_tls_keeps_it(config: dict[str, str], allowed: bool) -> None:
+    assert allows_http(config) is allowed
 
 
 @pytest.mark.soak
