@@ -67,7 +67,7 @@ def _vllm_connector(folder: Path) -> Sequence[str]:
 def _vllm_lmcache(folder: Path) -> Sequence[str]:
     """LMCache's server in a process of its own, which its connector starts."""
     disk = shlex.quote(json.dumps({"type": "fs", "base_path": str(folder)}))
-    memory = "--l1-size-gb=1 --l1-init-size-gb=1 --eviction-policy=LRU --chunk-size=256"  # a hybrid's block
+    memory = "--l1-size-gb=1 --l1-init-size-gb=1 --eviction-policy=LRU"
     on_cpu = f"--supported-transfer-mode=auto --http-port={free_port()}"
     extra = {
         "lmcache.mp.host": "tcp://127.0.0.1",
