@@ -104,9 +104,9 @@ class PageClaims:
         if self._mine:
             names = set(map(self._name, keys))
             done = [path for path, pages in self._mine.items() if not names.isdisjoint(pages)]
-            for path in done:
-                del self._mine[path]
             await self._remove(done)
+            for path in done:
+                self._mine.pop(path, None)
 
     def _name(self, key: ObjectKey) -> str:
         return claim_name(self._finder.folder, key)
@@ -122,17 +122,15 @@ class PageClaims:
             folder = path.rpartition("/")[0]
             if seen is None:  # it has just ended: the pages may be there by now
                 taken.add(f"{folder}/")
-                continue
-            pages = frozenset(f"{folder}/{page}" for page in seen.claim.pages)
-            if seen.claim.owner == self._owner:  # an answer of the store was lost
-                self._mine[path] = pages
             elif self._holds(seen, entry["last_modified"]):
-                taken |= pages
-            else:
+                taken.update(f"{folder}/{page}" for page in seen.claim.pages)
+            elif path not in self._mine:
                 ended[path] = seen.version
         return taken, ended
 
     def _holds(self, seen: _Seen, made: datetime) -> bool:
+        if seen.claim.owner == self._owner:  # the store's answer was lost, and we do not know that it is ours
+            return False
         seconds = seen.claim.seconds
         aged = datetime.now(UTC) - made > timedelta(seconds=seconds) + _SKEW
         return not aged and self._now() - seen.since < seconds
@@ -165,20 +163,25 @@ class PageClaims:
     ) -> Outcome:
         """Claim pages of one group."""
         names = [self._name(keys[number]) for number in run]
+        if names[0] in self._mine:  # another call of ours was quicker
+            return Outcome.CLAIMED
         pages = [name.rpartition("/")[2] for name in names]
         content = msgspec.json.encode(PageClaim(self._owner, seconds, pages))
+        self._mine[names[0]] = frozenset(names)  # now: no other call of ours takes it for dead
         try:
             await self._write(names[0], content, ended.get(names[0]))
         except (AlreadyExistsError, PreconditionError, FileNotFoundError):
-            return Outcome.CLAIMED
+            outcome = Outcome.CLAIMED
         except FAILURES as error:
+            outcome = Outcome.MISS
             if ignores_conditions(error):
                 self._useful = False
             else:
                 failed(error)
+        else:
             return Outcome.MISS
-        self._mine[names[0]] = frozenset(names)
-        return Outcome.MISS
+        self._mine.pop(names[0], None)
+        return outcome
 
     async def _write(self, path: str, content: bytes, old: Mapping[str, str] | None) -> None:
         """Make a claim where there is none, or exactly that old one."""

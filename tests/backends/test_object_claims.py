@@ -3,10 +3,12 @@ time."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import obstore
@@ -143,6 +145,65 @@ async def test_a_claim_that_was_lost_costs_bytes_and_no_page(server: ObjectServe
         assert await other.put(keys, range(20)) == [EXISTS] * 20
         assert await other.get(keys, range(20)) == [HIT] * 20
         assert claims_in(server, prefix) == set()
+
+
+@ON_ONE_SERVER
+async def test_a_claim_of_ours_whose_answer_was_lost_delays_nobody(
+    server: ObjectServer, tmp_path: Path
+) -> None:
+    prefix = f"answer/{tmp_path.name}"
+    async with bench_at(server.options(prefix)) as bench:
+        keys = path_keys(bench, list(range(20)))
+        assert await bench.engine.claim(keys[:10], 60.0) == [MISS] * 10
+        bench.engine._claims._mine.clear()
+        assert await bench.engine.claim(keys[5:], 60.0) == [MISS] * 15
+        assert await bench.put(keys, range(20)) == [STORED] * 20
+        assert claims_in(server, prefix) == set()
+        assert bench.engine._claims._mine == {}
+
+
+@ON_ONE_SERVER
+async def test_calls_of_one_process_do_not_take_each_others_claims_for_dead(
+    server: ObjectServer, tmp_path: Path
+) -> None:
+    prefix = f"own/{tmp_path.name}"
+    async with bench_at(server.options(prefix)) as bench:
+        one, two, three = (path_keys(bench, [0, last, *range(20)])[1:] for last in (1, 2, 3))
+        claims = bench.engine._claims
+        written, answered, ending, ended = (asyncio.Event() for _ in range(4))
+        write, remove = claims._write, claims._remove
+
+        async def slow_write(*call: Any) -> None:
+            await write(*call)
+            written.set()
+            await answered.wait()
+
+        async def slow_remove(paths: Any) -> None:
+            ending.set()
+            await ended.wait()
+            await remove(paths)
+
+        claims._write = slow_write
+        claiming = asyncio.create_task(bench.engine.claim(one, 60.0))
+        await written.wait()
+        claims._write = write
+        assert await bench.engine.claim(two, 60.0) == [MISS] * 21
+        assert len(claims_in(server, prefix)) == 2
+        answered.set()
+        assert await claiming == [MISS] * 21
+
+        claims._remove = slow_remove
+        putting = asyncio.create_task(bench.put(one, range(21)))
+        await ending.wait()
+        claims._remove = remove
+        assert await bench.engine.claim(three, 60.0) == [MISS] * 21
+        ended.set()
+        assert await putting == [STORED] * 21
+        assert len(claims_in(server, prefix)) == 2
+        for path in (two, three):
+            await bench.put(path, range(21))
+        assert claims_in(server, prefix) == set()
+        assert claims._mine == {}
 
 
 @ON_ONE_SERVER
