@@ -7,7 +7,7 @@ import secrets
 import socket
 from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -25,7 +25,7 @@ from asynchicache.types import Outcome
 
 T = TypeVar("T")
 
-_SKEW = timedelta(seconds=60)
+_SKEW_SECONDS = 60.0
 """How much longer than it holds a claim counts, by the store's clock, for who sees it for the first time."""
 _MOST_SEEN = 1024
 
@@ -132,8 +132,8 @@ class PageClaims:
         if seen.claim.owner == self._owner:  # the store's answer was lost, and we do not know that it is ours
             return False
         seconds = seen.claim.seconds
-        aged = datetime.now(UTC) - made > timedelta(seconds=seconds) + _SKEW
-        return not aged and self._now() - seen.since < seconds
+        age = (datetime.now(UTC) - made).total_seconds()
+        return age <= seconds + _SKEW_SECONDS and self._now() - seen.since < seconds
 
     async def _look(self, entry: obstore.ObjectMeta) -> _Seen | None:
         """What a claim says; None if it is no longer there."""
@@ -214,5 +214,5 @@ def _parsed(content: bytes) -> PageClaim:
     """One that says nothing we understand has ended."""
     try:
         return msgspec.json.decode(content, type=PageClaim)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return PageClaim("", 0, [])

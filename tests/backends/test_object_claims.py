@@ -65,11 +65,12 @@ def claim_of_another(
     bench: PoolUnderTest,
     keys: list[ObjectKey],
     content: bytes | None = None,
+    seconds: float = 60.0,
 ) -> str:
-    """What somebody else has claimed for a minute."""
+    """What somebody else has claimed, for a minute."""
     folder = bench.engine._finder.folder
     names = [claim_name(folder, key) for key in keys]
-    claim = PageClaim("another", 60.0, [name.rpartition("/")[2] for name in names])
+    claim = PageClaim("another", seconds, [name.rpartition("/")[2] for name in names])
     server.upload(prefix, names[0], msgspec.json.encode(claim) if content is None else content)
     return names[0]
 
@@ -220,15 +221,34 @@ async def test_paths_that_part_in_a_group_do_not_wait_for_each_other(
         assert await other.engine.claim(two, 60.0) == [EXISTS] * 41
 
 
+JUNK = {
+    "no JSON": b"\xff{",
+    "no UTF-8": b'{"owner": "\xff", "seconds": 60, "pages": []}',
+    "nested": b'{"newer": ' + b"[" * 100_000,
+}
+
+
 @ON_ONE_SERVER
-async def test_what_no_version_understands_is_no_claim(server: ObjectServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", JUNK.values(), ids=JUNK)
+async def test_what_no_version_understands_is_no_claim(
+    server: ObjectServer, tmp_path: Path, content: bytes
+) -> None:
     prefix = f"junk/{tmp_path.name}"
     async with bench_at(server.options(prefix)) as bench:
         keys = path_keys(bench, list(range(20)))
-        claim_of_another(server, prefix, bench, keys, b"\xff{")
+        claim_of_another(server, prefix, bench, keys, content)
         assert await bench.engine.claim(keys, 60.0) == [MISS] * 20
         assert await bench.put(keys, range(20)) == [STORED] * 20
         assert claims_in(server, prefix) == set()
+
+
+@ON_ONE_SERVER
+async def test_a_claim_may_say_any_number_of_seconds(server: ObjectServer, tmp_path: Path) -> None:
+    async with bench_at(server.options(f"long/{tmp_path.name}")) as bench:
+        for seconds, answer in ((1e300, CLAIMED), (-1e300, MISS)):
+            keys = path_keys(bench, [int(seconds > 0), *range(20)])
+            claim_of_another(server, f"long/{tmp_path.name}", bench, keys, seconds=seconds)
+            assert await bench.engine.claim(keys, 60.0) == [answer] * 21
 
 
 @ON_ONE_SERVER

@@ -82,7 +82,7 @@ def read_label(data: bytes | None) -> PoolLabel | None:
     """The label in `data`; None if there is none, or one of another version."""
     try:
         label = msgspec.json.decode(data or b"", type=PoolLabel)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return label if label.format == LABEL_FORMAT else None
 
