@@ -148,6 +148,14 @@ SHARED = [
 ]
 
 
+SOON = [
+    *SHARED[:2],
+    pytest.param("mooncake", marks=[pytest.mark.engine("mooncake"), pytest.mark.soak]),
+    *SHARED[3:],
+]
+"""For rules of the verbs: a client of Mooncake takes a second to join or to leave."""
+
+
 @pytest.fixture(params=["file", *SHARED])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     with ExitStack() as stack:
@@ -206,6 +214,7 @@ def test_ls_says_whose_pages_they_are(store: Store, capsys: pytest.CaptureFixtur
     assert "w1" not in shown
 
 
+@pytest.mark.parametrize("store", ["file", *SOON], indirect=True)
 def test_ls_of_a_namespace_says_no_bytes_where_it_knows_none(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,7 +271,7 @@ def renewed(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return pauses
 
 
-@pytest.mark.parametrize("store", SHARED, indirect=True)
+@pytest.mark.parametrize("store", SOON, indirect=True)
 def test_gc_stops_where_a_pool_came_back_into_use_meanwhile(
     store: Store, renewed: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,7 +287,7 @@ def test_gc_stops_where_a_pool_came_back_into_use_meanwhile(
     assert found["pages"] == PAGES - result["pages"]
 
 
-@pytest.mark.parametrize("store", SHARED, indirect=True)
+@pytest.mark.parametrize("store", SOON, indirect=True)
 def test_clear_leaves_the_label_of_a_pool_that_came_back_into_use_meanwhile(
     store: Store, renewed: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -291,6 +300,7 @@ def test_clear_leaves_the_label_of_a_pool_that_came_back_into_use_meanwhile(
     assert (found["pages"], [one["state"] for one in found["pools"]]) == (0, ["live"] * 2)
 
 
+@pytest.mark.parametrize("store", ["file", *SOON], indirect=True)
 @pytest.mark.parametrize("change", ["missing", "damaged", "newer", "later"])
 def test_gc_leaves_alone_what_it_does_not_know(
     store: Store, change: str, capsys: pytest.CaptureFixture[str]
@@ -315,7 +325,7 @@ def test_gc_leaves_alone_what_it_does_not_know(
     assert store.hits("old") == 20
 
 
-@pytest.mark.parametrize("store", [one for one in SHARED if one != "hf3fs"], indirect=True)
+@pytest.mark.parametrize("store", [one for one in SOON if one != "hf3fs"], indirect=True)
 def test_gc_with_a_clock_that_is_ahead_removes_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -159,7 +159,7 @@ def without_merges(folder: Path) -> None:
 def test_what_does_not_fit_together_is_refused_at_the_start(
     change: Change, words: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asynchicache.integrations.serve.loading._MOST_SECONDS", 1)
+    monkeypatch.setitem(load_checkpoint.__globals__, "_MOST_SECONDS", 1)
     folder = shutil.copytree(whole, tmp_path / "model")
     change(folder)
     with pytest.raises(ConfigError, match=words) as refused:
