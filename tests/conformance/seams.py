@@ -22,6 +22,7 @@ TIERING = "vllm.v1.kv_offload.tiering"
 HICACHE = "sglang.srt.mem_cache.hicache_storage"
 LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 MODEL_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater"
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 KV_CACHE = "vllm.v1.kv_cache_interface"
@@ -102,6 +103,9 @@ SEAMS: dict[str, tuple[str, ...]] = {
         f"{LINKER}:UnifiedCacheLinker",
         f"{LINKER}:LayerWiseLoadCounter",
         f"{LINKER}:UnifiedCacheLinkerWrapper._tail_hashes",
+        f"{LINKER}:UnifiedCacheLinkerWrapper.release_request",
+        f"{SCHEDULER}._prefetch_kvcache",
+        f"{SCHEDULER}._get_new_batch_prefill_raw",
         f"{LINKER}:UnifiedCacheLinkerWrapper._offload_node",
         f"{UPDATER}._observe_weight_load",
         f"{UPDATER}.record_weight_version_after_update",
