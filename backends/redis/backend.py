@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 _MAGIC, _VERSION = b"asynchicache redis store", 2
 _MAX_VALUE_BYTES = 512 << 20  # `proto-max-bulk-len` of Redis, unless it is configured otherwise
-_SCAN_KEYS = 1000
+SCAN_KEYS = 1000
 _CLUSTER = frozenset({"MOVED", "ASK", "CROSSSLOT", "CLUSTERDOWN"})
 _UNLIMITED = "has no maxmemory: it grows until the system ends it, and all pages are lost; set maxmemory"
 
@@ -98,8 +98,13 @@ class RedisBackend:
         """Delete the keys that match a glob pattern, except the marker; returns their number."""
         return sum([count async for count in self.steps(glob, self.unlink)])
 
-    async def steps(self, glob: str, work: Callable[[Wire, list[bytes]], T]) -> AsyncIterator[T]:
+    async def steps(
+        self, glob: str, work: Callable[[Wire, list[bytes]], T], keys: int = SCAN_KEYS
+    ) -> AsyncIterator[T]:
         """Do `work` with the keys that match a glob pattern, as each step of SCAN finds them, on all servers.
+
+        Args:
+            keys: about how many keys a step looks at.
 
         Raises:
             StorageError: a server cannot be reached, or refuses.
@@ -108,7 +113,7 @@ class RedisBackend:
         for server in self._caller.servers.all():
             cursor = b"0"
             while True:  # one deadline a step: there may be many
-                step = partial(self._step, glob.encode(), cursor, work)
+                step = partial(self._step, glob.encode(), cursor, work, keys)
                 done, cursor = await self._told(self._caller.run(server, step))
                 yield done
                 if cursor == b"0":
@@ -116,10 +121,10 @@ class RedisBackend:
 
     @staticmethod
     def _step(
-        pattern: bytes, cursor: bytes, work: Callable[[Wire, list[bytes]], T], wire: Wire
+        pattern: bytes, cursor: bytes, work: Callable[[Wire, list[bytes]], T], keys: int, wire: Wire
     ) -> tuple[T, bytes]:
         """Do `work` with what one step finds; returns its result, and the cursor of the next step."""
-        scan: RedisCommand = ("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_KEYS)
+        scan: RedisCommand = ("SCAN", cursor, "MATCH", pattern, "COUNT", keys)
         cursor, names = _scanned(wire.ask(scan)[0])
         return work(wire, names), cursor
 

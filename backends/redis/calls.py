@@ -183,6 +183,11 @@ class Caller:
                 self._workers.forget()
             return changed
 
+    @property
+    def degraded(self) -> bool:
+        """Whether some servers hang, and others do not."""
+        return 0 < len(self._hanging) < len(self.servers.all())
+
     def _late(self, server: ConnectionPool) -> None:
         """One of several servers is left alone until it answers; the only one is what calls are for."""
         if len(self.servers.all()) < 2:

@@ -242,6 +242,11 @@ class RedisEngine:
     async def aclose(self) -> None:
         self.closed = True
 
+    @property
+    def degraded(self) -> bool:
+        """Whether some nodes of a cluster hang, and others do not."""
+        return self._caller.degraded
+
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"redis engine of pool {self._binding.pool!r} is closed")

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 
 from msgspec import structs
 
-from asynchicache.backends.redis.backend import RedisBackend
+from asynchicache.backends.redis.backend import SCAN_KEYS, RedisBackend
 from asynchicache.backends.redis.engine import LABEL
 from asynchicache.backends.redis.options import RedisOptions
 from asynchicache.backends.redis.wire import Wire
@@ -72,10 +72,11 @@ class RedisInventory:
         if not self._writes:
             raise StorageError(f"{self._options.server} is read-only")
         digest = (namespace or b"").hex().ljust(2 * DIGEST_BYTES, "?")
-        removed = 0
-        if not await go_on(0):
+        removed, most = 0, await go_on(0)
+        if not most:
             return removed
-        async for count in self._backend.steps(self._glob(f"{pool.name}.{digest}"), self._backend.unlink):
+        glob = self._glob(f"{pool.name}.{digest}")
+        async for count in self._backend.steps(glob, self._backend.unlink, min(most, SCAN_KEYS)):
             removed += count
             if count and not await go_on(count):
                 return removed

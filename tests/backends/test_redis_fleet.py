@@ -19,6 +19,7 @@ from asynchicache.backends.hf3fs.metadata.shared import open_names
 from asynchicache.backends.hf3fs.metadata.words import Claim
 from asynchicache.errors import StorageError
 from asynchicache.ports import AsyncioPort
+from asynchicache.storage.protocol import OptionalVerbs
 from asynchicache.testing.backends import PoolUnderTest
 from asynchicache.types import Outcome
 from engines import free_port, module
@@ -227,6 +228,7 @@ async def test_a_node_that_hangs_costs_its_share_and_is_left_alone_until_it_answ
             hung.pause()
             with impatient(bench, 1):
                 assert await bench.engine.exists(keys) == bytes(2 if one else 1 for one in theirs)
+            assert OptionalVerbs(bench.engine).degraded
             shared = [FAILED if one else HIT for one in theirs]
             assert await bench.get(keys, range(24, 48)) == shared
             assert await bench.engine.exists(keys) == bytes(2 if one else 1 for one in theirs)
@@ -241,6 +243,7 @@ async def test_a_node_that_hangs_costs_its_share_and_is_left_alone_until_it_answ
                 return 2 not in await bench.engine.exists(keys)
 
             await in_time(back)
+            assert not OptionalVerbs(bench.engine).degraded
             asked = calls_of(hung) - before
             assert asked["exists"] == 2 * sum(theirs), "when it hung, and when it was back"
             assert not asked.keys() & {"get", "set", "touch", "unlink"}

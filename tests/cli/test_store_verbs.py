@@ -287,6 +287,16 @@ def test_gc_stops_where_a_pool_came_back_into_use_meanwhile(
     assert found["pages"] == PAGES - result["pages"]
 
 
+@pytest.mark.parametrize("store", ["hf3fs"], indirect=True)
+@pytest.mark.usefixtures("renewed")
+def test_gc_lists_no_pool_as_removed_that_it_left(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    store.fill("old", seconds=1e-3)
+
+    assert main(["gc", *store.where, "--per-second", "2"]) == 0
+
+    assert capsys.readouterr().out.count("in use again") == 2
+
+
 @pytest.mark.parametrize("store", SOON, indirect=True)
 def test_clear_leaves_the_label_of_a_pool_that_came_back_into_use_meanwhile(
     store: Store, renewed: list[float], capsys: pytest.CaptureFixture[str]

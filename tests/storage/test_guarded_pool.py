@@ -58,6 +58,7 @@ class ScriptedEngine:
         self.gate.set()
         self.answer: Answer = self.good
         self.outcome = Outcome.HIT
+        self.degraded = False
 
     async def entered(self, calls: int) -> None:
         """Wait until so many calls, that nobody waited for yet, have reached the engine."""
@@ -683,6 +684,18 @@ async def test_pages_that_fail_among_others_are_no_failure_of_the_engine() -> No
         await s.get(2)
 
         assert s.pool.statistics().breaker is BreakerState.CLOSED
+
+
+@pytest.mark.asyncio
+async def test_calls_for_a_part_that_is_away_say_nothing_of_the_rest() -> None:
+    async with scene(failures=1) as s:
+        s.engine.answer, s.engine.degraded = raising, True
+        assert (await s.get(1)).outcomes == [Outcome.FAILED]
+        assert s.pool.statistics().breaker is BreakerState.CLOSED
+
+        s.engine.degraded = False
+        await s.get(1)
+        assert s.pool.statistics().breaker is BreakerState.OPEN
 
 
 @pytest.mark.asyncio

@@ -53,7 +53,7 @@ class Required(PlainEngine):
 class Everything(Required):
     """Every optional verb too, and the one that is not there yet."""
 
-    full = True
+    full = degraded = True
 
     async def touch(self, keys: Sequence[ObjectKey]) -> None:
         self.asked.append("touch")
@@ -160,7 +160,7 @@ async def test_an_engine_is_asked_for_the_verbs_that_it_has(
     await verbs.touch(keys)
 
     assert list(dict.fromkeys(engine.asked)) == ["confirm", "touch"]
-    assert (verbs.evicts, verbs.full) == (True, True)
+    assert (verbs.evicts, verbs.full, verbs.degraded) == (True, True, True)
     assert not OptionalVerbs(await opened(around, NeverEvicts())).evicts
 
 

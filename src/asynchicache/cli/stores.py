@@ -254,7 +254,8 @@ def _removal(removed: list[_Removed], kept: list[PoolListing], options: GcOption
     title = "would be removed" if options.dry_run else "removed"
     table = Table(title=title if removed else "nothing to remove; pools", show_header=False)
     table.add_column(overflow="fold")
-    for name in names or stay or ["none is there"]:
+    again = [f"{one.pool.name}: in use again, the rest stays" for one in removed if not one.whole]
+    for name in [*names, *again] or stay or ["none is there"]:
         table.add_row(Text(name))
     if removed:
         table.add_row(f"{pages:,} pages")

@@ -124,6 +124,10 @@ class _DividedEngine:
     def full(self) -> bool:
         return any(OptionalVerbs(engine).full for engine in self._engines)
 
+    @property
+    def degraded(self) -> bool:
+        return any(OptionalVerbs(engine).degraded for engine in self._engines)
+
     async def exists(self, keys: Sequence[ObjectKey]) -> bytearray:
         found = await self._each(lambda engine, keys: engine.exists(keys), keys)
         return bytearray(map(_all_there, zip(*found, strict=True)))

@@ -843,7 +843,8 @@ class GuardedPool:
                 pages=lost,
             )
         if kind.feeds_breaker and lost == pages:
-            self._breaker.failed()
+            if not OptionalVerbs(self._engine).degraded:  # else the lost part alone is not asked
+                self._breaker.failed()
         elif kind.feeds_breaker:
             self._breaker.succeeded(weak=not kind.moves_pages)
         self._counters[kind.name].count_answered(counts, self._port.now() - started)

@@ -263,6 +263,13 @@ class OptionalVerbs:
         """Whether the medium refuses new pages now. Default: False."""
         return bool(getattr(self._engine, "full", False))
 
+    @property
+    def degraded(self) -> bool:
+        """Whether a part of the store is away, and not asked now: that its pages fail says nothing of the
+        others. Default: False.
+        """
+        return bool(getattr(self._engine, "degraded", False))
+
 
 OPTIONAL_VERBS = tuple(name for name, verb in vars(OptionalVerbs).items() if iscoroutinefunction(verb))
 
@@ -302,6 +309,10 @@ class EngineWrapper:
     @property
     def full(self) -> bool:
         return OptionalVerbs(self._engine).full
+
+    @property
+    def degraded(self) -> bool:
+        return OptionalVerbs(self._engine).degraded
 
     def exists(self, keys: Sequence[ObjectKey]) -> Coroutine[Any, Any, bytearray]:
         return self.call("exists", keys)
