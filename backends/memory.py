@@ -101,7 +101,6 @@ class MemoryStore:
         """Evict pages until there is room for `nbytes` bytes.
 
         Args:
-            nbytes: bytes needed.
             keep: pages not to evict.
             kept_bytes: bytes of the pages in `keep` that are in the store.
 
@@ -165,8 +164,6 @@ class MemoryEngine:
     """One pool's pages in a `MemoryStore`.
 
     Args:
-        binding: the pool's slots.
-        store: the store of the pages.
         checksum: seal pages on `put` and check them on `get`; if False, memory is trusted.
     """
 

@@ -29,8 +29,6 @@ def read_fully(
 
     Args:
         read: one system call, which may read fewer bytes than requested.
-        views: memory to fill.
-        offset: position in the file.
         size: returns the size of the file; called only after a short read.
         block: further reads start at a multiple of this many bytes from `offset`, as O_DIRECT requires.
 

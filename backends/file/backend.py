@@ -58,10 +58,6 @@ class FileOptions(BackendOptions, frozen=True):
 class FileBackend:
     """The pools of one folder, which stays locked until `aclose`.
 
-    Args:
-        options: the folder and its limits.
-        port: threads.
-
     Raises:
         StorageError: the folder cannot be used; the message says what to do.
     """

@@ -34,11 +34,7 @@ class BudgetedPool(Protocol):
 
 
 class ClosedPool:
-    """A pool in the folder that is not open, usually one of another model.
-
-    Args:
-        folder: the pool's folder.
-    """
+    """A pool in the folder that is not open, usually one of another model."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -68,7 +64,6 @@ class Disk:
     """The disk of a folder, a share of which stays free.
 
     Args:
-        path: the folder.
         keep_free: the share, 0 to 1.
     """
 
@@ -172,7 +167,6 @@ class Budget:
         """How many bytes the files of `pool` may grow; None for no limit. The caller holds `lock`.
 
         Args:
-            pool: the pool that wants to grow.
             wanted: bytes that it asks for.
             least: bytes of its next page; if fewer can be granted, no other open pool gives up pages.
 

@@ -35,7 +35,6 @@ def clear_store(path: Path, pool: str = "", fingerprint: str = "") -> Cleared:
     """Remove all pools that match.
 
     Args:
-        path: folder of the store.
         pool: name of the pools; empty for any.
         fingerprint: prefix of the pools' fingerprint, in hex; empty for any.
 

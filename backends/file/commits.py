@@ -45,7 +45,6 @@ class Commits:
     (`writer.GroupWriter`) commits pages; other threads may erase concurrently.
 
     Args:
-        segments: the files.
         next_stamp: stamp of the next page; stamps only increase. All stored pages have lower stamps and are
             durable.
     """
@@ -86,7 +85,6 @@ class Commits:
         """Write the entries of written pages, and return when pages and entries are durable.
 
         Args:
-            stamps: the stamps of the pages.
             blocks: the blocks of all stamps, from `blocks`.
 
         Raises:

@@ -41,7 +41,6 @@ class PathCall:
     """One get or put. Its hops run in threads, in any order.
 
     Args:
-        store: the pool's store.
         digests: digests of the pages, in path order.
         hops: number of hops; each calls `end` once.
     """
@@ -153,10 +152,6 @@ class FileEngine:
     entries.
 
     Args:
-        binding: the pool's slots in host memory.
-        port: threads.
-        folder: the store's folder.
-        store: the pool's files.
         limits: shared by all engines of the backend.
     """
 

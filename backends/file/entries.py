@@ -161,7 +161,6 @@ class PageReader:
     """Reads slots, one at a time, and checks them against their entries.
 
     Args:
-        segments: the pool's files.
         manifest: the pool's manifest, for page and slot sizes.
     """
 

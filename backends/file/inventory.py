@@ -27,8 +27,6 @@ class FileInventory:
     """The pools of one folder.
 
     Args:
-        options: the folder.
-        port: threads.
         writes: whether something may be removed; then the folder is locked.
 
     Raises:

@@ -87,7 +87,6 @@ class BlockFile:
 
     Args:
         path: the file; created if it is missing. A reader sees a missing file as empty.
-        read_only: write nothing.
         direct: use O_DIRECT; offsets, lengths and addresses must then be multiples of 4,096.
 
     Raises:
@@ -218,8 +217,6 @@ class Segment:
 
     Args:
         path: the file; created if it is missing. A reader sees a missing file as empty.
-        shape: the layout of the file.
-        read_only: write nothing.
         direct: bypass the page cache for slots if the file system allows it.
 
     Raises:
@@ -373,10 +370,8 @@ class Segments:
     and end together, and then all threads would compute checksums while the disk is idle.
 
     Args:
-        folder: the pool's folder.
         slot_bytes: bytes of a slot, a multiple of 4,096.
         identity: identity of the pool; entries of another pool count as damaged.
-        read_only: write nothing.
         direct: bypass the page cache if the file system allows it.
         now: monotonic clock, in seconds.
 
@@ -556,7 +551,6 @@ class Segments:
 
         Args:
             wanted: slots needed now.
-            allowed: most slots to add.
 
         Returns:
             The number of slots added.

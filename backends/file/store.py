@@ -36,13 +36,10 @@ class PoolStore:
     if a crash interrupts a write to a slot, no entry that `recover` trusts names the slot.
 
     Args:
-        folder: the pool's folder.
-        manifest: identity and sizes of the pages.
         budget: the byte limit shared by all pools of the store.
         dependencies: dependencies between the store's pools; by default there are none.
         depends_on: the pool whose page of the same digest each page of this pool needs; None for none.
         limit: most bytes of this pool's files; None for no limit of its own.
-        read_only: write nothing.
         direct: bypass the page cache if the file system allows it.
         now: monotonic clock, in seconds.
 
@@ -197,7 +194,6 @@ class PoolStore:
         """Take up to `count` slots for writing, ascending: free ones, new ones, then those of evicted pages.
 
         Args:
-            count: most slots to take.
             keep: digests of pages not to evict.
 
         Raises:
@@ -259,7 +255,6 @@ class PoolStore:
         In a full store, unless it is small, the same barrier frees slots for the next call.
 
         Args:
-            batch: the pages to write.
             keep: digests of pages not to evict.
 
         Returns:

@@ -59,7 +59,6 @@ def verify_store(path: Path, *, repair: bool = False) -> StoreReport:
     """Check a store; nothing is changed unless `repair`.
 
     Args:
-        path: the store's folder.
         repair: erase the entries of damaged pages, damaged entries and damaged manifests.
 
     Raises:

@@ -127,12 +127,7 @@ class WriteBatch:
 
 
 class GroupWriter:
-    """The writer thread of a pool; the first call starts it.
-
-    Args:
-        segments: the pool's files.
-        commits: commits to the same files.
-    """
+    """The writer thread of a pool; the first call starts it."""
 
     def __init__(self, segments: Segments, commits: Commits) -> None:
         self._segments = segments

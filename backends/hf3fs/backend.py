@@ -38,7 +38,6 @@ class Hf3fsBackend:
 
     Args:
         options: location, capacity and I/O settings.
-        port: threads, clock, randomness.
 
     Raises:
         ConfigError: option `metadata` is no URL of a server, or breaks a rule of the redis backend.

@@ -67,7 +67,6 @@ class DataFile:
     Args:
         path: created if missing.
         frame_bytes: size of one slot.
-        slots: number of slots.
         direct: use O_DIRECT if the file system supports it.
         reserve: allocate the space now if the file system can; else only extend the file.
 

@@ -34,13 +34,9 @@ class Hf3fsEngine:
     so the outcome is MISS.
 
     Args:
-        binding: the pool's slots in host memory.
-        port: threads and clock.
         namespace: the pool's pages in the store of names.
         data: moves bytes; closed by `aclose`.
-        label: path of the pool's label.
         writes: whether this rank writes; otherwise puts return EXISTS or REJECTED.
-        concurrency: number of concurrent batches.
     """
 
     def __init__(

@@ -21,7 +21,6 @@ def claim_folder(folder: Path, store: str) -> None:
 
     Args:
         folder: on the 3FS mount.
-        store: the store's id.
 
     Raises:
         StorageFormatError: the folder holds another store's files, or foreign files.

@@ -30,7 +30,6 @@ class Hf3fsInventory:
 
     Args:
         options: the folder, and where its names are.
-        port: threads.
         writes: whether something may be removed.
 
     Raises:

@@ -30,7 +30,6 @@ class PosixPath:
 
     Args:
         file: closed together with the path.
-        binding: the slots in memory.
     """
 
     def __init__(self, file: DataFile, binding: PoolBinding) -> None:

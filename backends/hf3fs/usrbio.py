@@ -71,8 +71,6 @@ class UsrbioPath:
     Args:
         usrbio: the module `hf3fs_fuse.io`.
         file: closed together with the path.
-        binding: the slots in memory.
-        options: sizes and deadlines.
         now: monotonic clock, in seconds.
 
     Raises:

@@ -147,7 +147,6 @@ def open_backend(options: Mapping[str, object], port: Port) -> MooncakeBackend:
     """Create the Mooncake backend. Opening a pool joins the cluster and reports whether it is reachable.
 
     Args:
-        options: see `MooncakeOptions`.
         port: unused; every backend receives one.
 
     Raises:

@@ -51,13 +51,10 @@ class MooncakeEngine:
     immediately: the master evicts, and notices a dead node only after the node's time to live.
 
     Args:
-        binding: the pool's slots in host memory.
         client: the cluster, shared with the backend's other engines.
         slots: the binding's slots, registered; the engine closes them.
         threads: runs the calls that move pages.
         lookups: runs the others, which wait for no page.
-        concurrency: number of threads.
-        namespace: prefix of every key.
         fingerprints: of the pools of the backend, by name; it grows.
     """
 

@@ -34,8 +34,6 @@ class MooncakeInventory:
     """The pools of one namespace.
 
     Args:
-        options: which cluster.
-        port: threads.
         writes: whether something may be removed.
 
     Raises:

@@ -47,10 +47,6 @@ class RegisteredSlots:
     Every returned address is checked to lie in a registered region: RDMA rejects other memory, while TCP
     accepts it and would hide the mistake.
 
-    Args:
-        memory: registers the memory.
-        binding: the slots.
-
     Raises:
         StorageError: Mooncake refuses to register the memory.
     """

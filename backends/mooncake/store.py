@@ -62,9 +62,7 @@ class MooncakeClient:
     which machine leads, it lets one call at a time find out.
 
     Args:
-        store: the store.
         master: the master's host and port; None where one of several masters leads.
-        replicas: copies of a page.
         soft_pin_seconds: for how long pages stay while others can be evicted; 0 for no such pin.
         large_bytes: reads or writes of at least this size wait while two others of that size are in flight.
     """

@@ -45,7 +45,6 @@ class RedisBackend:
 
     Args:
         options: which server, and how to use it.
-        port: threads.
     """
 
     name = "redis"

@@ -72,12 +72,7 @@ def _deadline(until: float) -> asyncio.Timeout:
 
 
 class Caller:
-    """Sends calls to the servers of their keys.
-
-    Args:
-        options: which servers.
-        port: threads.
-    """
+    """Sends calls to the servers of their keys."""
 
     def __init__(self, options: RedisOptions, port: Port) -> None:
         self.size = options.connections

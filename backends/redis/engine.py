@@ -77,11 +77,8 @@ class RedisEngine:
     A connection that is in the middle of a reply is closed then.
 
     Args:
-        binding: the pool's slots in host memory.
-        caller: reaches the servers, for all pools.
         turn: held by the call that sends many pages. The server has one thread, which needs twice the time
             for pages that arrive on several connections at once.
-        options: what the user chose.
         delete_matching: deletes the keys that match a glob pattern, and returns their number.
     """
 

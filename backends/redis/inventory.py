@@ -25,8 +25,6 @@ class RedisInventory:
     """The pools of one namespace.
 
     Args:
-        options: which server.
-        port: threads.
         writes: whether something may be removed.
     """
 

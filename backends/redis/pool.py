@@ -53,7 +53,6 @@ class WorkerPool:
 
     Args:
         connections: how many may move pages at once; a few more only ask.
-        port: threads.
     """
 
     def __init__(self, connections: int, port: Port) -> None:

@@ -28,7 +28,6 @@ class FailureLog:
     Any thread may use it.
 
     Args:
-        logger: receives the lines.
         now: a monotonic clock, in seconds.
     """
 
@@ -47,7 +46,6 @@ class FailureLog:
             kind: what makes failures the same, hashable; there must be few, so no key or text is part of it.
             message, args: as of `logging.Logger.warning`.
             pages: how many pages failed.
-            level: the level of the line.
         """
         with self._lock:
             now, before = self._now(), self._kinds.get(kind)

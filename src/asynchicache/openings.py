@@ -32,7 +32,6 @@ class Opening(Generic[T]):
 
     Args:
         name: the call that makes it, for messages.
-        begin: opens the thing.
         made_at: the place of the call, see `caller`.
     """
 

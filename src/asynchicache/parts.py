@@ -307,7 +307,6 @@ def allocate_hosts(
     """Every pool's host slots; pinned for a GPU, a first step of it. Blocking.
 
     Args:
-        spec: the model.
         slots: by pool that owns slots.
         layout: of host memory.
         kept: closes the memory, including what was pinned before an error.
@@ -358,7 +357,6 @@ def allocate_memories(
     """Every pool's slots in both tiers; host memory pinned for a GPU, a first step of it. Blocking.
 
     Args:
-        spec: the model.
         slots: by pool that owns slots, on the device and on the host.
         device: torch's name.
         layout: of host memory.
@@ -392,9 +390,6 @@ def growing_pools(
     """Coroutines that pin the rest of the host memory.
 
     Args:
-        spec: the model.
-        hosts: the host memory.
-        port: runs blocking calls.
         opened: called now and after each step with the name of a pool that owns slots and has memory of its
             own, and how many of its host slots are ready in all pools that share them.
         extents_opened: the same for the memory that pools share, with the extents that are ready.

@@ -26,9 +26,7 @@ class MetadataNamespace:
     All calls raise StorageError if the store does not answer, or says what cannot be.
 
     Args:
-        names: the store.
-        opened: its answer when the namespace was opened.
-        name: name of the namespace.
+        opened: the answer of `names` when the namespace was opened.
         frame_bytes: size of one slot.
     """
 

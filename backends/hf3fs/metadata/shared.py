@@ -32,7 +32,6 @@ class SharedNames:
 
     Args:
         options: the server, cluster or Sentinels; its `namespace` is the prefix of all keys.
-        port: threads.
         lease_seconds: how long a reservation or a read lease lasts unless its client ends it.
     """
 
@@ -114,9 +113,6 @@ class SharedNames:
 
 def open_names(words: Mapping[str, object], port: Port) -> SharedNames:
     """Names at a server.
-
-    Args:
-        words: options of the redis backend.
 
     Raises:
         ConfigError: one breaks its rule.

@@ -69,7 +69,6 @@ class CacheParts:
         """
         Args:
             planner, executor, device, transfers, memories, hosts, storage, port: see the attributes.
-            prefetch: how long requests wait for storage.
             store_bytes: bytes of storage writes in flight, beyond which writes are shed.
             count_namespaces: the most namespaces with counters of their own.
         """

@@ -96,7 +96,6 @@ class Executor:
         A copy that reads device memory runs after the forwards given to `order_after`.
 
         Args:
-            copies: the copies, in order.
             on_wait: called with each stream that a fence of the ticket makes wait. Default: none, for callers
                 that do not hand out the ticket.
             after: loads too run after the work enqueued on this stream. Default: at once.

@@ -170,13 +170,7 @@ class Prefetcher:
     ) -> None:
         """
         Args:
-            planner: decides what to read.
-            executor: runs reads and copies.
-            stored: the storage.
-            presence: asks storage which pages it has.
             storage_writer: rewrites pages that storage has lost.
-            options: how long requests wait.
-            costs: of reading and computing.
             is_busy: whether requests wait for room.
         """
         self._planner = planner

@@ -100,7 +100,6 @@ class PresenceQueries:
         prefix share the digests of that prefix, so it is asked for once.
 
         Args:
-            component_id: the component.
             digests: of all pages of the path, from its first.
             pages: numbers of the pages to ask for, ascending and without gaps.
             fresh: do not use cached answers.

@@ -76,7 +76,6 @@ class TraceRecorder:
             path: the file, written anew; gzipped if it ends in `.gz`.
             page_keys: whether requests have keys of pages, and not tokens.
             block_size: tokens of a page.
-            port: of the cache.
             salt: recorders with the same salt give a block the same id, so that their files can be merged by
                 time. Default: ids are numbers in order of appearance, and the salt is random.
 

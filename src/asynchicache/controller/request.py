@@ -41,7 +41,6 @@ class BaseRequest:
     def __init__(self, parts: CacheParts, tokens: array[int], seed: bytes, prompt: int | None = None) -> None:
         """
         Args:
-            parts: of the cache.
             tokens: of the prompt; or the words of its page keys, and one more if it goes on behind them.
             seed: the digest of its namespace.
             prompt: tokens of the prompt, with page keys. Default: the length of `tokens`.
@@ -387,7 +386,6 @@ class BaseRequest:
         `PrefetchOptions.load_or_compute`.
 
         Args:
-            tokens: computed tokens.
             seconds: that the forward took.
             context: tokens before them. Default: those of the hit.
 
@@ -670,8 +668,6 @@ class Request(BaseRequest):
         """Check `length` against what was reported by `written`.
 
         Args:
-            verb: the call that is checked.
-            state: of the request.
             length: that it publishes.
             states: it uses the working states.
 

@@ -101,10 +101,7 @@ class AttachedStorage:
     ) -> Self:
         """
         Args:
-            backend: the storage backend.
             bindings: the pools that have host slots.
-            port: clock and threads.
-            limits: timeouts and limits of the backend.
             owned: whether closing the attachment closes the backend.
             read_only: pools that other ranks write.
             model, weight_version: for the labels of the pools.
@@ -262,8 +259,6 @@ class StoragePools:
         """Which pages are present in every pool that shares the component's slots.
 
         Args:
-            component_id: the component.
-            pages: the pages.
             fresh: do not use cached answers.
         """
         flags, reason = b"", MissReason.NONE

@@ -92,10 +92,6 @@ class StorageWriter:
     ) -> None:
         """
         Args:
-            planner: decides what to write.
-            executor: runs writes and backups.
-            stored: the storage.
-            presence: asks storage which pages it has.
             limit_bytes: the most bytes in flight; writes beyond it are shed. A single write may exceed it.
         """
         self.traffic = WriteCounters()
@@ -162,7 +158,6 @@ class StorageWriter:
         """Write what the path to `node` has on the host and not in storage, or shed it.
 
         Args:
-            node: the end of the path.
             period: the `Activity` period of the work that this follows from. Default: the current period.
             wait: a caller waits for the write: over the byte limit it is delayed, not shed.
             pause: seconds until it is repeated if another process is sending some of it.

@@ -28,10 +28,8 @@ class TreeEvents:
     ) -> None:
         """
         Args:
-            tree: the tree.
             owners: the pool of each component.
             namespaces: the namespaces of the tree's roots.
-            tell: called with each event.
         """
         self._tree = tree
         self._owners = owners

@@ -34,8 +34,6 @@ def problems(planner: Planner, in_flight: InFlightWork, *, idle: bool) -> list[s
     """Describe every broken invariant; empty if there are none. Linear in the slots.
 
     Args:
-        planner: the planner with its state.
-        in_flight: the work in flight.
         idle: the cache is not in use, so list everything held, in flight or lost too.
     """
     inventory = planner.inventory

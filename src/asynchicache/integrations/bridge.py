@@ -280,7 +280,6 @@ class LoopBridge:
         """Start `coro` on the loop and return at once. If it is refused, `coro` is closed without running.
 
         Args:
-            coro: the coroutine.
             nbytes: counted towards `max_bytes`; a job of 0 never waits and is never shed.
             deadline_s: seconds from now, including the wait for `max_bytes`, after which the coroutine is
                 cancelled and the job ends as timed out; None for no deadline.

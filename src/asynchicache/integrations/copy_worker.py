@@ -57,7 +57,6 @@ class CopyWorker:
 
         Args:
             spec: the model, as the cache has it.
-            memory: the engine's device memory.
             host: from `RemoteCopies.host`.
             config: `inline`, `copy_path`, `close_seconds` and `io_threads` apply; the defaults if None.
             port: clock and threads; the real ones if None.

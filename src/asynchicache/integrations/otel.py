@@ -31,7 +31,6 @@ def instrument(cache: HybridCache | EngineCache, provider: TracerProvider | None
     """Start tracing a cache; `cache.trace(None)` stops it.
 
     Args:
-        cache: the cache.
         provider: creates the spans. Default: the application's global provider.
     """
     cache.trace(CacheTracer(cache.spec.page_size, trace.get_tracer("asynchicache", tracer_provider=provider)))

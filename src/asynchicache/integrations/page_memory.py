@@ -103,7 +103,6 @@ class PageMemory:
         """
         Args:
             parts: parts of a page, in the order in which they are stored.
-            pages: number of pages.
             owner: kept alive while the memory is used.
 
         Raises:
@@ -161,7 +160,6 @@ class PageMemory:
 
         Args:
             parts: for each part, its address in page 0, its stride to the next page, and its size in bytes.
-            pages: number of pages.
             owner: kept alive while the memory is used.
 
         Raises:

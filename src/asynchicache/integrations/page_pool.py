@@ -340,8 +340,6 @@ class PagePool:
         """Copy units that were read to all units that need them.
 
         Args:
-            transfers: transfers that were read.
-            batch: their outcomes.
             slots: staging slots with the content; empty if it was read in place.
         """
         copies: list[_PageCopy] = []

@@ -23,7 +23,6 @@ class PlacedSlots:
     """An engine's pages as slots (a `storage.binding.SlotMemory`), with headers in a separate slab.
 
     Args:
-        name: name of the pool.
         memory: consecutive slots, aligned; each fills its blocks.
         slot_bytes: bytes of a slot.
     """
@@ -60,9 +59,7 @@ class StagedSlots(HostPool):
     """Staging slots that pages are copied through. Callers take and return them, in FIFO order.
 
     Args:
-        name: name of the pool.
         nbytes: bytes of a page.
-        slots: number of slots.
         timeout_s: seconds that `take` waits: calls to a server that hangs keep their slots.
 
     Raises:

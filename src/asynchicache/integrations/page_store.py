@@ -133,7 +133,6 @@ class PageStore:
     ) -> Self:
         """
         Args:
-            config: storage options.
             port: clock and threads. Default: real ones, closed with the store.
             backend: an open backend to use instead of the configured one; the caller closes it.
 
@@ -160,8 +159,6 @@ class PageStore:
 
         Args:
             name: name of the pool: a-z, 0-9 and `_`.
-            memory: the pages in this process.
-            identity: identity of the pages.
             writes: False if another rank writes the same pages: `put` then does nothing.
 
         Raises:

@@ -33,7 +33,6 @@ class CacheCollector(Collector):
     or the cache is closed, the scrape returns the last statistics, so it never hangs with the loop.
 
     Args:
-        cache: the cache.
         labels: labels added to every metric, to distinguish several caches of one process.
         patience: seconds that a scrape waits for the loop.
 

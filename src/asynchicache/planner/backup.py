@@ -100,7 +100,6 @@ class BackupPlanner:
         """Copy to the host what the path to `node` has only on the device, as far as there is room.
 
         Args:
-            node: the end of the path.
             period: the `Activity` period of the work that this follows from. Default: the current period.
         """
         plan = self._plan_path(node, self._activity.period if period is None else period)
@@ -429,7 +428,6 @@ class BackupPlanner:
         """Pages on the path to `node` that are marked stored.
 
         Args:
-            node: the end of the path.
             earlier: nodes of the path whose windows count too, besides that of its end.
 
         Returns:
@@ -460,8 +458,6 @@ class BackupPlanner:
         written again.
 
         Args:
-            node: the end of the path.
-            component_id: the component.
             answers: by page number, ascending, whether storage has the page.
             written: nodes with a write in flight since storage was asked (`noting_writes`). They keep their
                 mark.
@@ -511,7 +507,6 @@ class BackupPlanner:
         """Take the result of a storage write. If it failed, its pages may be written again.
 
         Args:
-            work: the write.
             stored: whether all of its pages are in storage.
             late: the engine may still read the slots; the caller calls `finish` later.
             again: no failure: another process is sending pages, and the caller looks again.

@@ -173,7 +173,6 @@ class EnginePlanner:
         engine names its pages without a gap.
 
         Args:
-            request: the request.
             pages: whole pages of the prefix.
             named: the engine's pages.
             states: the prefix ends at a page boundary, so that states belong to its last page.

@@ -85,7 +85,6 @@ class HintLedger:
         Args:
             seed: of the namespace.
             pages: of the request; nothing is noted of none.
-            clock: the tree's.
             until: the clock at which they are as old as they would be without the hint.
         """
         ends = self._ends

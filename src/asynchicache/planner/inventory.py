@@ -114,9 +114,7 @@ class SlotInventory:
     ) -> None:
         """
         Args:
-            spec: the model.
             slots: device and host slots of each pool that owns slots.
-            options: what to decide by.
             engine_pages: device pages of each pool that owns slots, if an engine owns them; `slots` then has
                 no device slots. None: the cache has device slots of its own.
             memory: bytes of the tiers whose memory all pools share; the others have slots of their own.

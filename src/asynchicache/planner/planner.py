@@ -74,9 +74,7 @@ class Planner:
     ) -> None:
         """
         Args:
-            spec: the model.
             slots: device and host slots of each pool that owns slots; 0 host slots: not on the host.
-            options: what it decides by.
             engine_pages, memory, extents: as for `SlotInventory`.
         """
         self.checkpoints = CheckpointPolicy.parse(options.checkpoints)
@@ -240,7 +238,6 @@ class Planner:
         """Drop one user (the request, a copy, or a stream); the last one frees the request's slots.
 
         Args:
-            request: the request.
             error: a device failure. The device may still write to the slots, so they are not reused.
         """
         request.poisoned |= error is not None

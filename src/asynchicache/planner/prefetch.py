@@ -165,7 +165,6 @@ class PrefetchPlanner:
         """Make the query for what lies beyond memory; None if storage cannot add anything.
 
         Args:
-            tokens: the sequence.
             seed: the digest of its namespace.
             digests: of all pages that could be restored. Default: computed now.
             tail: see `StorageQuery`.
@@ -306,7 +305,6 @@ class PrefetchPlanner:
         """Choose the longest prefix that storage and memory restore together, and wait for what it lacks.
 
         Args:
-            query: the query.
             present: by component, a byte per page of the query, 1 if storage has it. A short answer is padded
                 with 0.
             request: the request that will use the prefix.

@@ -51,7 +51,6 @@ def find_undersized_pools(
     of the tier where it has more slots, because the host has copies of what the device has.
 
     Args:
-        spec: the model's pools.
         slots: by pool, device and host slots, as from `plan_slots`.
         tokens_per_state: cached tokens for each place where a prefix can be resumed.
     """
@@ -72,7 +71,6 @@ def find_few_slots(spec: ModelSpec, options: SizeOptions, device: Mapping[str, i
     """What to say of pools whose share of the device memory serves few requests, and of a single state.
 
     Args:
-        spec: the model's pools.
         options: the sizes that were asked for; what `device_slots` names was chosen.
         device: device slots of each pool.
     """
@@ -103,7 +101,6 @@ def advise_split(
     """What to set if the traffic needs far more, or far fewer, states for its pages than there are slots.
 
     Args:
-        spec: the model's pools.
         slots: by pool, device and host slots; 0 where pools share their memory, and have no split to choose.
         tokens_per_end: cached tokens for each end of a path, see `CacheStatistics`; 0: unknown.
         options: how the slots were chosen, and so what would change them.

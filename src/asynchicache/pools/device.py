@@ -72,9 +72,7 @@ class DevicePool:
     ) -> None:
         """
         Args:
-            spec: the pool.
             page_size: tokens per slot.
-            slots: the number of slots.
             device: the device of the memory.
             poison: fill with `POISON` instead of zeros. Default: False.
 

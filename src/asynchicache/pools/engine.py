@@ -59,10 +59,8 @@ class EnginePages:
     ) -> None:
         """
         Args:
-            spec: the pool.
             page_size: tokens of a page.
             places: of every layer of every tensor, in the order of the spec: tensor by tensor.
-            pages: the number of pages.
             device: the device of the memory.
             owner: kept alive for as long as the pages are.
 
@@ -93,7 +91,6 @@ class EnginePages:
         """Pages in torch tensors, on any device.
 
         Args:
-            spec: the pool.
             page_size: tokens of a page.
             tensors: by tensor of the spec, one for each layer, `[pages, ...]`, or one for all,
                 `[layers, pages, ...]`. What follows `pages` is contiguous; its dtype does not matter.

@@ -131,7 +131,6 @@ class HostPool:
     ) -> None:
         """
         Args:
-            spec: the pool.
             page_size: tokens per slot.
             slots: the number of slots; 0 for a pool that stays on the device.
             pin: whether to pin for a GPU, or the pinner to use. A memory that pools share pins itself.

@@ -158,7 +158,6 @@ def attach_pools(
     """Map the host memory of all pools, and pin a first step of each for a GPU.
 
     Args:
-        spec: the model.
         handle: of the owner.
         pinner: pins it. Default: it is not pinned.
         kept: closes the memory, including what was mapped before an error.

@@ -87,10 +87,8 @@ def plan_host_slots(
     """Host slots of every pool that owns slots, if an engine owns the device memory.
 
     Args:
-        spec: the model.
         options: those of the host apply.
         pages: the engine's pages of each pool, for `host_ratio`.
-        memory: free memory.
         shared: the memory that pools share, which have as many slots as fit into all of it.
 
     Raises:
@@ -177,10 +175,8 @@ def plan_shared_host(
     They share if there are several that `host_slots` does not name, and room for one request of all.
 
     Args:
-        spec: the model.
         options: those of the host apply.
         device: device slots of each pool that owns slots, or an engine's pages.
-        memory: free memory.
         engine: an engine owns the device slots, which are allocated already.
     """
     taken = _total(spec, device, host=False) if memory.shared and not engine else 0

@@ -63,7 +63,6 @@ class Slab:
     def __init__(self, nbytes: int, *, fd: int = -1) -> None:
         """
         Args:
-            nbytes: the size.
             fd: a file of that size to map, which may have content; the slab keeps a duplicate. Default: fresh
                 memory of this process.
 

@@ -125,10 +125,7 @@ class RankFollower:
         """
         Args:
             incarnation: the number of the group, as in `Welcome`.
-            device: of this rank.
-            copies: moves pages between this rank's memories.
             pools: the pools that this rank has; entries may name others, of other pipeline stages.
-            storage: this rank's shards in storage.
             now: a monotonic clock, in seconds.
             share: the part of this rank in filling host memory.
         """

@@ -111,7 +111,6 @@ class RankGroup:
         """
         Args:
             token: the group's secret, which every follower must know.
-            limits: deadlines of the group.
             ranks: how many ranks there are, the leader included. Default: the option `ranks` of the cache. To
                 be given if its pools are those of one rank (`ModelSpec.shard`).
             share_host: keep replicated pools once in the memory of each host, not once a rank.
@@ -153,7 +152,6 @@ class RankGroup:
         Args:
             address: `unix:PATH`, or `HOST:PORT`. The bytes are not encrypted: use a network that you trust.
             token: the group's secret.
-            limits: deadlines of the group.
             ranks, share_host: as for the class.
 
         Raises:
@@ -215,7 +213,6 @@ class RankGroup:
         Args:
             spec, config: of the leader.
             slots: its (device, host) slots, by pool.
-            memory: its free memory.
             now: a monotonic clock, in seconds.
             pages: by pool, the device pages of its engine, if an engine owns the device memory.
 

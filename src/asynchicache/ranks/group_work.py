@@ -62,7 +62,6 @@ class GroupTransfers:
     ) -> None:
         """
         Args:
-            leader: sends the log.
             here: copies on this rank.
             share: the part of this rank in filling host memory.
             seconds: how long a follower may take for a copy.
@@ -170,7 +169,6 @@ class GroupStorage(SharedStorage):
         """
         Args:
             sharing: returns the pools that share the slots of a component.
-            leader: sends the log.
             share: the part of this rank in filling host memory.
             seconds: how long a follower may take for a call, its own deadlines included.
         """

@@ -166,7 +166,6 @@ class RankLeader:
         """End the group: every open operation fails, and nothing more is sent.
 
         Args:
-            error: the reason.
             rank: the follower that ended it; None if none did.
         """
         if self.failure is not None:

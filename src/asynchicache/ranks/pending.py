@@ -61,7 +61,6 @@ class PendingOperations(Generic[A]):
         """Begin an operation; returns its number.
 
         Args:
-            now: the current time.
             seconds: how long each rank may take.
             answered: called once with the answers by rank, when all have answered.
         """

@@ -88,12 +88,10 @@ class RankWorker:
         """Join a group for the duration of an `async with`.
 
         Args:
-            spec: this rank's pools.
             config: as the leader's, with this `rank`.
             address: where the leader listens. A leader that does not listen yet is waited for.
             token: the group's secret.
             rank: this rank's number. Default: the option `rank`; to be given if `spec` is that of one rank.
-            limits: deadlines.
             storage: an open backend to use instead of the configured one; the caller closes it.
             port: clock and threads; the real ones if None.
             device: an open device to use instead of the configured one; the caller closes it.

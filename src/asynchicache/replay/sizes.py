@@ -38,7 +38,6 @@ def plan_sizes(
     request may recompute pages that the tree holds if their state is missing.
 
     Args:
-        spec: the pools.
         shares: by pool, the shares of device and host.
         trace, found: the trace and its survey.
     """

@@ -30,7 +30,6 @@ def survey(trace: Trace, checkpoints: CheckpointPolicy) -> Survey:
     """Walk through a trace with unlimited memory.
 
     Args:
-        trace: the trace.
         checkpoints: the checkpoint policy, with its spacing in blocks.
 
     Raises:

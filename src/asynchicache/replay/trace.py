@@ -118,7 +118,6 @@ def read_trace(path: Path, block_size: int = 0, *, chained: bool = True) -> Trac
     """Read and check a trace. A file that ends inside a line, because its writer was killed, ends before it.
 
     Args:
-        path: the file.
         block_size: tokens of a block if the lines do not say; 0: the lines must say.
         chained: whether ids stand for all that is before them. Otherwise they are made to.
 

@@ -72,8 +72,6 @@ def draft_pools(
     """Return the pools of a draft model, on the slots of the target's pools.
 
     Args:
-        owners: the target's pools that own slots.
-        pools: the draft's pools.
         first_layer: number of the draft's first layer.
         prefix: prefix of the pools' names.
 

@@ -108,7 +108,6 @@ class SlotBinding:
     """`storage.protocol.PoolBinding` over a pool's host memory.
 
     Args:
-        memory: the slots.
         fingerprint: 32 bytes, `hashing.pool_fingerprint`.
         shard: the part of each page that this rank holds; empty if all ranks hold the same bytes.
         depends_on: the pool whose page of the same digest a page of this pool needs; None if it needs none.

@@ -117,10 +117,6 @@ class ChainStage:
 class StorageChain:
     """Several stores as one, the nearest first. See `open_stored`.
 
-    Args:
-        stages: the stores.
-        port: clock and threads.
-
     Raises:
         ConfigError: fewer than two stages, a name twice, or policies that do not fit together.
         StorageError: no store can be opened.
@@ -261,7 +257,6 @@ class _StagingSlots:
     """Slots of memory behind those of a binding.
 
     Args:
-        binding: the pool's own slots.
         slots: how many more.
     """
 
@@ -372,8 +367,6 @@ class ChainedPool:
 
     Args:
         chain: its stages.
-        binding: the pool's slots.
-        port: clock and threads.
         limits: those of stages that have none of their own.
     """
 

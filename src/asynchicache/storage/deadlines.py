@@ -40,7 +40,6 @@ async def with_deadline(
     `asyncio.timeout` would wait forever for a call that ignores its cancellation.
 
     Args:
-        call: backend code.
         seconds: the deadline; the call is then cancelled, and abandoned after `GRACE_SECONDS`.
         what: describes the call in messages.
         on_unwanted: called with the result of an abandoned call, e.g. to close it.

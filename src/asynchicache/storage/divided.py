@@ -75,7 +75,6 @@ class DividedStorage:
     """A `StorageBackend` that stores pages of some pools in parts.
 
     Args:
-        backend: has the parts.
         pools: by name; other pools are stored as they are.
         port: runs copies to and from staging memory.
     """

@@ -210,7 +210,6 @@ class ReadVerifier:
     """The checks that an engine leaves to the core.
 
     Args:
-        binding: the pool's slots.
         capabilities: `checks` and `shared` decide which checks the core does.
         port: threads; pages are hashed in one.
     """
@@ -290,7 +289,6 @@ class GuardedPool:
     Args:
         engine: the engine to guard; `aclose` closes it.
         binding: the pool's slots, for checks that the engine does not do.
-        port: clock and threads.
         limits: deadlines and limits; the defaults if None.
     """
 
@@ -866,9 +864,6 @@ async def open_guarded(
     """Open the backend's engine for a pool and guard it. If that fails, the engine is closed.
 
     Args:
-        backend: the storage backend.
-        binding: the pool.
-        port: clock and threads.
         limits: deadlines and limits; opening may take `opening` seconds.
 
     Raises:

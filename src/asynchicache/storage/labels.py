@@ -157,7 +157,6 @@ class Inventory(Protocol):
         label that has changed since the pool was listed stays.
 
         Args:
-            pool: the pool.
             namespace: as in `PoolListing.pages`; None for all.
             go_on: asked before the first page, and after each batch.
 

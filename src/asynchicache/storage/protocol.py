@@ -284,9 +284,6 @@ class EngineWrapper:
 
     It has the optional verbs of the wrapped engine, and no others. Every call goes through `call`, also that
     of an optional verb which is younger than the wrapper.
-
-    Args:
-        engine: the wrapped engine.
     """
 
     def __init__(self, engine: PoolEngine) -> None:

@@ -124,7 +124,6 @@ class SeededDriver:
     ) -> None:
         """
         Args:
-            loop: where the work runs.
             rng: draws the durations, which are exponentially distributed.
             mean_seconds: the mean duration of a piece of work.
 

@@ -38,12 +38,7 @@ _POISON = b"\xa5"
 
 
 class SlotSlab:
-    """Host slots of one pool in separate memory, without torch; a `storage.binding.SlotMemory`.
-
-    Args:
-        layout: layout of one slot.
-        slots: number of slots.
-    """
+    """Host slots of one pool in separate memory, without torch; a `storage.binding.SlotMemory`."""
 
     def __init__(self, layout: SlotLayout, slots: int) -> None:
         self.layout = layout

@@ -20,7 +20,6 @@ class LossyDevice:
     def __init__(self, inner: Device, lost: Callable[[], bool] = lambda: True) -> None:
         """
         Args:
-            inner: the wrapped device.
             lost: called per notification; True loses it. Default: all are lost.
         """
         self._inner = inner

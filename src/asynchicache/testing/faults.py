@@ -37,7 +37,6 @@ class Persistent:
     handles any subset of a call's pages correctly.
 
     Args:
-        backend: the wrapped backend.
         attempts: maximum calls per page.
     """
 
@@ -84,7 +83,6 @@ class Latency:
     """A backend with added latency.
 
     Args:
-        backend: the wrapped backend.
         call: extra seconds per call.
         page: extra seconds per page of a call.
         sleep: sleeps for a given time; replace it to use another clock.
@@ -176,7 +174,6 @@ class Faulty:
     Its engines never claim to verify reads, even if the wrapped engines do, so the core checks every page.
 
     Args:
-        backend: the wrapped backend.
         rates: fault probabilities; may be replaced at any time.
         chance: the only source of randomness.
         late_seconds: delay of a late answer.

@@ -93,7 +93,6 @@ class ByteOracle:
     ) -> None:
         """
         Args:
-            spec: the model's pools.
             page_tokens: see above.
             tensor: returns the device tensor of a pool and name; contiguous, on the CPU,
                 `[layers, slots, ...]`.
@@ -169,7 +168,6 @@ class HostOracle:
     ) -> None:
         """
         Args:
-            spec: the model's pools.
             layout: a layout with contiguous slots.
             identity, page_tokens: see `ByteOracle`.
         """

@@ -31,7 +31,6 @@ class PagedMemory:
     ) -> None:
         """
         Args:
-            spec: the model's pools.
             pages: pages of each pool that owns slots.
             identity: see `ByteOracle`. Default: nothing.
             poison: fill pages with bytes that no page has when they are taken.

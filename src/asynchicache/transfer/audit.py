@@ -81,7 +81,6 @@ class PageAudit:
         Args:
             devices: by pool.
             share: of the pages that leave the device to sample, 0 to 1.
-            rng: samples them.
         """
         self.statistics = AuditStatistics()
         self._devices = devices

@@ -311,8 +311,6 @@ class _Pool:
     def choose(self, table: PathTable, shape: RunShape, *, kernels: bool) -> CopyPath:
         """
         Args:
-            table: rates.
-            shape: of the runs.
             kernels: whether a kernel may be chosen.
         """
         key = shape, kernels

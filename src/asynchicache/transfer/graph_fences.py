@@ -28,7 +28,6 @@ class GraphFences:
         """
         Args:
             device: where the graph is captured.
-            layers: of the model.
 
         Raises:
             DeviceError: the device has no external events.

@@ -236,7 +236,6 @@ class LaunchTable:
     ) -> None:
         """
         Args:
-            layout: of the plan's groups.
             pages: by pool.
             chunk_bytes: most bytes of a batch, as far as single runs allow.
             keep: what the addresses point into.

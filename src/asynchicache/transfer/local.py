@@ -114,7 +114,6 @@ class LocalTransfers:
             memories: by pool.
             layers: layers of the model, those without a cache included.
             port: how the submit thread reaches the loop.
-            reactor: reports completion.
             group_bytes: bytes that make a group of a load's layers worth a launch. Default: 8 MiB.
             ahead_bytes: see `AHEAD_BYTES`. Default: 256 MiB.
             submit_inline: enqueue on the loop, for devices that run in virtual time or in their caller.

@@ -435,7 +435,6 @@ def record_elsewhere(number: int, submission: Submission, layers: int, nbytes: i
     Args:
         number: of the record.
         submission: what is copied; it waits for this record alone.
-        layers: of the model.
         nbytes: bytes to be moved.
     """
     direction = submission.operation.direction

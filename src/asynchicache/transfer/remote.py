@@ -197,11 +197,6 @@ class RemoteCopies:
     def start(self, spec: ModelSpec, host: HostHandle, port: Port) -> None:
         """Begin to hand out the copies of a cache.
 
-        Args:
-            spec: the model.
-            host: its host memory.
-            port: the clock.
-
         Raises:
             UsageError: it belongs to another cache.
         """

@@ -54,7 +54,6 @@ class SlotRing:
     def __init__(self, device: torch.device, numbers: int) -> None:
         """
         Args:
-            device: the GPU.
             numbers: it holds so many.
 
         Raises:

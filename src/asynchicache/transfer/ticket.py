@@ -171,7 +171,6 @@ def done_ticket(layers: int, on_wait: OnWait | None = None) -> Ticket:
     """A ticket that is done.
 
     Args:
-        layers: of the model.
         on_wait: called with each stream that a fence makes wait.
     """
     return Ticket(Submission(on_wait=on_wait, transfers=()), layers)

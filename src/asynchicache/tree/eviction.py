@@ -52,8 +52,6 @@ def evict(
     """Free `count` slots of a place: more if a node cannot be split, fewer if candidates run out.
 
     Args:
-        tree: the tree.
-        place: the component and the tier.
         count: slots wanted.
         dirty: whether device pages and states without a copy on the host may be evicted.
         victims: nodes to evict from at most.

@@ -18,7 +18,6 @@ def problems(
     """Every broken invariant; empty when all is well. Linear in the tree.
 
     Args:
-        tree: the tree.
         leases: every open lease, or None if the caller does not know them: locks are not checked then.
         tier_copies: every copy in flight (`tier_copies.TierCopy`), which lock nodes as well.
     """

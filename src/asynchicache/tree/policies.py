@@ -69,9 +69,7 @@ class Policy:
         """What a use now makes a path worth whose end is `node`; the tree keeps the old worth if it is more.
 
         Args:
-            node: the node.
             clock: the tree's clock, which counts the pages that entered the tree, and uses.
-            use: who uses it.
         """
         raise TypeError(f"{type(self).__name__} has no worth()")
 
@@ -81,7 +79,6 @@ class Policy:
         Args:
             end: the node where its match ends, or the one before if it ends inside a node.
             clock: the tree's clock.
-            use: the request, without its credit.
         """
         return use.hint
 
@@ -205,7 +202,6 @@ class EvictionQueue:
     def __init__(self, component_id: int, place: SlotPlace, density: float = 1.0) -> None:
         """
         Args:
-            component_id: the component.
             place: it and the tier; tells this queue from the tree's others by a bit in `Node.queued`.
             density: tokens lost with each candidate, in pages, for each byte that it frees.
         """

@@ -847,8 +847,6 @@ class UnifiedRadixTree:
         """A request has come and was just matched: who it is for the policy; call it once a request.
 
         Args:
-            tokens: of the request.
-            match: its match.
             seed: the digest of its namespace.
             hint: what the client knows, from -2 (the request's pages will not be asked for again) to 2.
         """

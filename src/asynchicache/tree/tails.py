@@ -81,9 +81,7 @@ def find(tree: UnifiedRadixTree, node: Node, tokens: array[int], limit: int) -> 
     Logarithmic in the children of `node`.
 
     Args:
-        tree: the tree.
         node: where the whole pages end.
-        tokens: the sequence.
         limit: the most tokens of the prefix.
     """
     start = node.end * tree.page_bytes
@@ -137,7 +135,6 @@ def add(tree: UnifiedRadixTree, node: Node, tokens: array[int], slot: int, *, ar
     """Add the rest of `tokens` behind `node`, less than a page, as a tail that the tree has not.
 
     Args:
-        tree: the tree.
         node: where the whole pages of the tokens end, on the device.
         tokens: the sequence, up to its end.
         slot: device slot of the page; it is the tree's from now on.
@@ -163,7 +160,6 @@ def insert_host(
     """Take pages that storage delivered into host slots, behind `node`, the last of them a tail.
 
     Args:
-        tree: the tree.
         node: the node before them, as of `UnifiedRadixTree.insert_host`.
         tokens: the sequence, see `filled_up`.
         slots: host slots of the pages.

@@ -39,8 +39,6 @@ class Answer:
     """The text of one generation; an async context manager that ends the generation on exit.
 
     Args:
-        generation: the tokens.
-        tokenizer: converts tokens to text.
         prompt: token ids.
         wanted: what is shown.
     """

@@ -134,7 +134,6 @@ class Api:
 
     Args:
         model: an open model; the caller closes it.
-        served: the model as clients see it.
         storage: of the server, which may not be attached yet.
         records: a trace is recorded, which tells conversations by what their templates repeat.
 
@@ -173,8 +172,6 @@ class Api:
         """Answer a request on its connection.
 
         Args:
-            request: the decoded request.
-            reply_type: shape of the reply.
             send: the ASGI connection.
             traceparent: the W3C header of the client's span.
 

@@ -28,7 +28,6 @@ class ServedStorage:
         """
         Args:
             cache: opened without storage.
-            config: names the storage and its options.
             pause: seconds between attempts to open it.
         """
         self.name = config.storage_name

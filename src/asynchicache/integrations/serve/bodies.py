@@ -135,7 +135,6 @@ async def read_body(request: Request, most: int, memory: BodyMemory) -> bytes:
     Args:
         request: a request whose body was not read yet.
         most: most bytes of the body.
-        memory: accounts for the body.
 
     Raises:
         ApiError: the content type is not JSON, the body is longer than `most` bytes or misses its deadline,

@@ -16,7 +16,6 @@ class Guide:
     """Makes constraints for one tokenizer; the first one takes as long as reading the vocabulary.
 
     Args:
-        tokenizer: the server's.
         vocabulary: number of token ids of the model.
         stop_ids: tokens that end an answer.
     """

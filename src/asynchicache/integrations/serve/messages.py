@@ -476,7 +476,6 @@ def decode_request(
 
     Args:
         body: JSON.
-        kind: type of the request.
         context: most tokens of prompt and answer together.
         ignore_unknown: leave out unknown fields instead of refusing them; also within messages.
 

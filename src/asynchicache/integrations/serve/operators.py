@@ -28,7 +28,6 @@ class OperatorEndpoints:
     """The endpoints of operators, named like the methods of the cache.
 
     Args:
-        api: of the server.
         token: what operators send, as a bearer token or as a password; empty: all is refused.
         room: of bodies.
     """

@@ -20,7 +20,6 @@ def picture(api: Api, uptime: float) -> dict[str, Any]:
     """Describe the cache now. Names no prompt and no token.
 
     Args:
-        api: the server's.
         uptime: seconds since it started.
     """
     cache, counts = api.model.cache, api.counts

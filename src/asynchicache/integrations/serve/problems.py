@@ -22,7 +22,6 @@ class ApiError(UsageError):
 
     Args:
         message: text for people; names the value and the rule.
-        status: HTTP status.
         param: path of the invalid field, such as `messages[0].role`.
         code: machine-readable code, such as `context_length_exceeded`.
         retry_after: seconds after which a retry may succeed.

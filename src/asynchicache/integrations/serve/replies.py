@@ -94,7 +94,6 @@ class Reply:
     Args:
         number: unique part of the id.
         created: seconds since the epoch.
-        model: name of the model.
         extras: what it tells beside the answer.
     """
 

@@ -137,8 +137,6 @@ async def serve(
     """Serve until SIGTERM, SIGINT or cancellation; then drain.
 
     Args:
-        loaded: the model.
-        settings: settings of the server.
         listener: a bound socket; closed at the end.
         ready: called with the server once it accepts requests.
 

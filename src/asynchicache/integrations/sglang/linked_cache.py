@@ -150,7 +150,6 @@ class LinkedCache:
         """Copy the last pages of a claimed prefix to the engine's pages.
 
         Args:
-            rid: the request.
             pages: length of the prefix, one of those that `look` returned plus the engine's own pages.
             into: the engine's pages.
 

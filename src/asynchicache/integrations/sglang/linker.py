@@ -72,7 +72,6 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             server_args: SGLang's options; the model's name is used.
             params: SGLang's `CacheInitParams`.
             components: components of the tree.
-            extra_config: options of `CacheConfig`.
             forward_stream: see `record_offload_ready`.
 
         Raises:
@@ -100,7 +99,6 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """
         Args:
             described: SGLang's device memory.
-            config: of the cache.
             device: torch's module of the device, which has `Event`.
         """
         self._device = device

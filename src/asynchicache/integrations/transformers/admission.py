@@ -63,7 +63,6 @@ class PromptAdmission:
 
     Args:
         tokens: most prompt and output tokens of all running requests.
-        limits: limits on the number of requests.
     """
 
     def __init__(self, tokens: int, limits: AdmissionLimits) -> None:

@@ -48,7 +48,6 @@ def select(cache: DynamicCache, rows: Sequence[int], drop: int = 0) -> DynamicCa
     """Copy some sequences of a batch.
 
     Args:
-        cache: the batch.
         rows: indices of the sequences, in order; at least one.
         drop: tokens of padding to remove on the left of all of them.
     """

@@ -80,8 +80,6 @@ class PrefixCopies:
     ) -> None:
         """
         Args:
-            config: the model's configuration.
-            spec: its pools.
             tensor: returns the device memory of a pool and tensor.
         """
         self.pools = PoolMap(
@@ -142,7 +140,6 @@ class CacheBridge:
     the model's thread while the event loop runs, as long as the request does not change meanwhile.
 
     Args:
-        config: the model's configuration.
         cache: a cache whose spec is, or contains, the model's spec.
         spec: the model's own spec, if the cache is for a target with its draft.
         prefix: prefix of the draft's pools, if the model is the draft; as given to `ModelSpec.with_draft`.

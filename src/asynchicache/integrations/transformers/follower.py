@@ -43,7 +43,6 @@ async def run_follower(
         rank: this rank's number, from 1.
         config: as the leader's. Default: that of `CacheConfig`, on the model's device.
         storage: an open backend to use instead of the configured one; the caller closes it.
-        limits: deadlines.
 
     Raises:
         RankError: the leader refuses this rank, or is lost.

@@ -29,8 +29,7 @@ def prefill(
     Uses one forward; after a prefix, one forward per token if the model would ignore its state (Jamba).
 
     Args:
-        model: the model.
-        cache: its cache, extended in place to `stop` tokens.
+        cache: extended in place to `stop` tokens.
         tokens: the sequence from its beginning.
         start: tokens in the cache.
         stop: end, at most `len(tokens)`; states can be saved only there.
@@ -126,8 +125,7 @@ def decode(
     """Run one decode step of a batch whose sequences all end at the end of the cache.
 
     Args:
-        model: the model.
-        cache: its cache, extended in place to `length + 1` tokens.
+        cache: extended in place to `length + 1` tokens.
         last_tokens: the next token of each sequence.
         length: tokens in the cache, including padding.
         padding: padding tokens on the left of each sequence. Default: none.

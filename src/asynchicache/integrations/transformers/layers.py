@@ -63,7 +63,6 @@ class PoolMap:
     """The tensors of the device pools, by layer of the rank's own model: a pipeline stage counts its from 0.
 
     Args:
-        spec: the model's pools.
         pools: pool name -> tensor name -> memory, `[layers, slots, entries, *shape]` for pages,
             `[layers, slots, *shape]` for states; `layers` counts the layers that have the tensor.
 

@@ -90,7 +90,6 @@ class PrefillRunner:
         Args:
             model: this rank's part, if there is a group.
             cache: of its pages.
-            thread: runs the model.
             prefill_chunk: tokens per forward; calls of other requests run between forwards.
             group: the ranks that the model is divided over.
         """
@@ -119,7 +118,6 @@ class PrefillRunner:
         Args:
             request: of the tokens; entered, and not loaded.
             sequence: its number in the model's memory.
-            tokens: the prompt.
             end: where to stop. A longer hit is used as a whole.
             shared: asked before each forward with the length so far: where other prompts leave this one.
         """
@@ -135,7 +133,6 @@ class PrefillRunner:
 
         Args:
             sequence: its number in the model's memory.
-            tokens: the prompt.
             use: gets each forward's start and its logits after each token, `[n, vocabulary]`, on the model's
                 thread.
 

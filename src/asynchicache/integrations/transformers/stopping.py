@@ -25,7 +25,6 @@ class StopRule:
         max_new_tokens: most tokens, at least 1.
         token_ids: tokens that end the output.
         strings: the output ends with the token that completes one of these.
-        tokenizer: decodes tokens to find the strings.
         vocabulary: how many ids the model has; `token_ids` are of them.
 
     Raises:

@@ -62,7 +62,6 @@ class ChunkStore:
     ) -> Self:
         """
         Args:
-            options: the tier's options.
             config: vLLM's `OffloadingConfig`.
             rows: the primary tier, `[chunks, bytes]`.
             known: byte ranges of a row that belong to a chunk, by group; None if unknown.

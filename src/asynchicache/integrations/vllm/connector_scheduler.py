@@ -133,7 +133,6 @@ class ConnectorCache:
 
         Args:
             number: of the admission.
-            keys: of all blocks that are complete.
             backups: by length, ascending.
             hint: what the client knows about the blocks' future.
 

@@ -66,7 +66,6 @@ class ConnectorWorker:
     """Carries out orders between the blocks of one worker and host memory.
 
     Args:
-        groups: the model's KV cache groups.
         idle_wait_s: longest wait for copies in a step that computed nothing.
         rank: of the worker, among those that share the model.
     """

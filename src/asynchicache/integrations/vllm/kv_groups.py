@@ -111,7 +111,6 @@ class KvGroups:
 
         Args:
             caches: a tensor for each layer, as vLLM registers them.
-            rank: of the worker.
 
         Raises:
             ConfigError: a block of a layer is not contiguous, or has another size than its group says.
@@ -147,7 +146,6 @@ def kv_groups(
 
     Args:
         config: vLLM's `KVCacheConfig`.
-        model: name of the model.
         dtype: dtype of the KV cache, as the user configured it.
         layout: name of vLLM's memory order within a block; part of the identity.
         workers: that share the model by tensor parallelism; part of the identity.

@@ -35,7 +35,6 @@ class IdleWait:
     of such steps a second compete for the interpreter with the threads that read from storage.
 
     Args:
-        bridge: the jobs.
         wait_ms: most milliseconds of one wait; 0 for none.
         clock: seconds.
     """
@@ -225,7 +224,6 @@ def group_identity(
     Args:
         config: vLLM's `OffloadingConfig`.
         group: one of its groups.
-        options: the tier's options.
         runs: byte ranges of a row that are stored; None for all. Only sizes enter the identity, not offsets.
     """
     parallel = config.parallel
