@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from struct import Struct
 from typing import NamedTuple
 
 from xxhash import xxh3_64_digest
 
+from asynchicache.backends.direct_file import divide
 from asynchicache.backends.file.folder import Manifest
 from asynchicache.backends.file.index import StoredPage
 from asynchicache.backends.file.segments import ENTRY_BYTES, Segments
@@ -141,20 +142,13 @@ def _pack(entry: SlotEntry, identity: bytes) -> bytes:
 
 def _contiguous(blocks: Iterable[EntryBlock], file_slots: int) -> Iterator[EntryBlock]:
     """Join blocks in ascending order; a new one starts at a gap and at the beginning of a file."""
-    run: list[EntryBlock] = []
-    following = 0
-    for block in sorted(blocks):
-        if run and (block.slot != following or following % file_slots == 0):
-            yield _as_one(run)
-            run = []
-        run.append(block)
-        following = block.slot + len(block.data) // ENTRY_BYTES
-    if run:
-        yield _as_one(run)
 
+    def joins(run: list[EntryBlock], block: EntryBlock) -> bool:
+        following = run[-1].slot + len(run[-1].data) // ENTRY_BYTES
+        return block.slot == following and following % file_slots != 0
 
-def _as_one(run: Sequence[EntryBlock]) -> EntryBlock:
-    return run[0] if len(run) == 1 else EntryBlock(run[0].slot, b"".join(block.data for block in run))
+    for run in divide(sorted(blocks), joins):
+        yield EntryBlock(run[0].slot, b"".join(block.data for block in run))
 
 
 class PageReader:

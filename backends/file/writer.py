@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+from asynchicache.backends.direct_file import divide
 from asynchicache.backends.file.commits import Commits, CommitStamp
 from asynchicache.backends.file.entries import EntryBlock
 from asynchicache.backends.file.index import StoredPage
@@ -51,31 +52,21 @@ class SlotRun(NamedTuple):
 
 def contiguous_moves(moves: Iterable[PageMove], most: int) -> Iterator[list[PageMove]]:
     """Split moves, which ascend by slot, into runs of consecutive slots of at most `most` pages."""
-    run: list[PageMove] = []
-    for move in moves:
-        if run and (move.slot != run[-1].slot + 1 or len(run) == most):
-            yield run
-            run = []
-        run.append(move)
-    if run:
-        yield run
+
+    def joins(run: list[PageMove], move: PageMove) -> bool:
+        return move.slot == run[-1].slot + 1 and len(run) < most
+
+    return divide(moves, joins)
 
 
 def merge_runs(runs: Iterable[SlotRun], most: int) -> Iterator[list[SlotRun]]:
     """Sort runs by slot, and group those that are consecutive, up to `most` pages per group."""
-    group: list[SlotRun] = []
-    for run in sorted(runs, key=_slot):
+
+    def joins(group: list[SlotRun], run: SlotRun) -> bool:
         pages = sum(len(one.moves) for one in group) + len(run.moves)
-        if group and (run.slot != group[-1].moves[-1].slot + 1 or pages > most):
-            yield group
-            group = []
-        group.append(run)
-    if group:
-        yield group
+        return run.slot == group[-1].moves[-1].slot + 1 and pages <= most
 
-
-def _slot(run: SlotRun) -> int:
-    return run.slot
+    return divide(sorted(runs, key=lambda run: run.slot), joins)
 
 
 _NO_STAMP = CommitStamp(0, 0, ())

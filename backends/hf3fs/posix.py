@@ -7,12 +7,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
+from asynchicache.backends.direct_file import divide
 from asynchicache.backends.hf3fs.datafile import DataFile, Frame
-from asynchicache.backends.reads import read_fully
 from asynchicache.failure_log import FailureLog
-from asynchicache.layouts import ALIGNMENT
 from asynchicache.storage.protocol import PoolBinding
 from asynchicache.types import Outcome
 
@@ -22,7 +20,7 @@ _MAX_FRAMES = 500  # each has two views, and IOV_MAX is 1,024 on Linux
 _MAX_BYTES = 64 << 20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
-_FrameIo = Callable[[int, Sequence[memoryview], int], int]
+_FrameIo = Callable[[Sequence[memoryview], int], int]
 
 
 class PosixPath:
@@ -42,12 +40,12 @@ class PosixPath:
         self._syncs_begun = self._synced_up_to = 0
 
     def read(self, frames: Sequence[Frame]) -> list[Outcome]:
-        return self._move(self._preadv, frames, whole=Outcome.HIT, short=Outcome.MISS)
+        return self._move(self._file.read, frames, whole=Outcome.HIT, short=Outcome.MISS)
 
     def write(self, frames: Sequence[Frame]) -> list[Outcome]:
         if self._broken:
             return [Outcome.FAILED] * len(frames)
-        outcomes = self._move(os.pwritev, frames, whole=Outcome.STORED, short=Outcome.REJECTED)
+        outcomes = self._move(self._file.write, frames, whole=Outcome.STORED, short=Outcome.REJECTED)
         if Outcome.STORED not in outcomes or self._synced():
             return outcomes
         return [Outcome.FAILED if outcome is Outcome.STORED else outcome for outcome in outcomes]
@@ -65,7 +63,7 @@ class PosixPath:
         self, io: _FrameIo, frames: Sequence[Frame], *, whole: Outcome, short: Outcome
     ) -> list[Outcome]:
         outcomes, errors = [short] * len(frames), list[OSError]()
-        for run in runs(frames, self._most):
+        for run in adjacent(frames, self._most):
             while run:
                 done, problem = self._try(io, [frames[place] for place in run], short, errors)
                 if not done and len(run) > 1:  # retry one by one to find the failing frame
@@ -85,33 +83,13 @@ class PosixPath:
         self, io: _FrameIo, run: Sequence[Frame], short: Outcome, errors: list[OSError]
     ) -> tuple[int, Outcome]:
         """Return the number of frames that were moved completely, and the outcome of the next one."""
-        views = [view for frame in run for view in self._views(frame)]
+        memory = self._binding
+        views = [view for frame in run for view in (memory.header(frame.memory), memory.page(frame.memory))]
         try:
-            return self._direct_or_not(io, views, self._file.offset(run[0].slot)), short
+            return io(views, self._file.offset(run[0].slot)) // self._file.frame_bytes, short
         except OSError as error:
             errors.append(error.with_traceback(None))  # its frames hold views of slots
             return 0, Outcome.REJECTED if error.errno in _FULL else Outcome.FAILED
-
-    def _preadv(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-        """Read into the views; return the byte count, which is short only at the end of the file."""
-        block = ALIGNMENT if self._file.direct else 1
-        return read_fully(
-            partial(os.preadv, descriptor), views, offset, lambda: os.fstat(descriptor).st_size, block
-        )
-
-    def _views(self, frame: Frame) -> tuple[memoryview, memoryview]:
-        return self._binding.header(frame.memory), self._binding.page(frame.memory)
-
-    def _direct_or_not(self, io: _FrameIo, views: Sequence[memoryview], offset: int) -> int:
-        direct = self._file.direct  # read once: another thread may turn it off meanwhile
-        try:
-            moved = io(self._file.fileno, views, offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not direct:
-                raise
-            self._file.use_kernel_cache()
-            moved = io(self._file.fileno, views, offset)
-        return moved // self._file.frame_bytes
 
     def _synced(self) -> bool:
         """Return whether all writes so far are durable.
@@ -136,13 +114,10 @@ class PosixPath:
         self._synced_up_to = self._syncs_begun
 
 
-def runs(frames: Sequence[Frame], most: int) -> Iterator[list[int]]:
+def adjacent(frames: Sequence[Frame], most: int) -> Iterator[list[int]]:
     """Indices of `frames` sorted by slot, split into runs of at most `most` adjacent slots."""
-    run: list[int] = []
-    for place in sorted(range(len(frames)), key=lambda place: frames[place].slot):
-        if run and (frames[place].slot != frames[run[-1]].slot + 1 or len(run) == most):
-            yield run
-            run = []
-        run.append(place)
-    if run:
-        yield run
+
+    def joins(run: list[int], place: int) -> bool:
+        return frames[place].slot == frames[run[-1]].slot + 1 and len(run) < most
+
+    return divide(sorted(range(len(frames)), key=lambda place: frames[place].slot), joins)

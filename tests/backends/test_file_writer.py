@@ -333,7 +333,7 @@ def test_barriers_that_share_a_file_that_is_open_are_all_told_of_a_lost_write(
     with pool.segments.barrier([1]) as first, pool.segments.barrier([2]) as second:
         first()
         assert pool.log == ["barrier"]
-        monkeypatch.setattr(os, "fdatasync", losing_once([segment._entries._fileno]))
+        monkeypatch.setattr(os, "fdatasync", losing_once([segment._entries.fileno]))
         for barrier in (first, second, first):
             with pytest.raises(OSError, match=r"lost|failed before"):
                 barrier()

@@ -20,7 +20,7 @@ import pytest
 
 from asynchicache.backends.hf3fs.backend import open_backend
 from asynchicache.backends.hf3fs.datafile import Frame
-from asynchicache.backends.hf3fs.posix import PosixPath, runs
+from asynchicache.backends.hf3fs.posix import PosixPath, adjacent
 from asynchicache.layouts import HEADER_BYTES
 from asynchicache.ports import AsyncioPort
 from asynchicache.storage.binding import SlotBinding
@@ -402,7 +402,7 @@ async def test_memory_that_is_not_aligned_goes_through_the_kernels_cache(tmp_pat
 def test_runs_are_cut_where_a_slot_does_not_follow() -> None:
     frames = [Frame(slot, 0) for slot in (5, 3, 4, 9, 10, 11)]
 
-    assert list(runs(frames, 2)) == [[1, 2], [0], [3, 4], [5]]
+    assert list(adjacent(frames, 2)) == [[1, 2], [0], [3, 4], [5]]
 
 
 # A server of names that dies, and comes back.

@@ -16,13 +16,10 @@ from asynchicache.cli.interrupts import INTERRUPTED, quit_on_interrupt
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command; returns the exit code.
 
     Args:
         arguments: words after the program's name; by default those of the process.
-
-    Returns:
-        The exit code.
 
     Raises:
         SystemExit: with 2 on bad arguments, with 0 after help or version.

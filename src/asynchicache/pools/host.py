@@ -78,12 +78,9 @@ class SteppedMemory:
         return nbytes
 
     def grow(self) -> int:
-        """Pin the next step. Blocks, so do not call it on the loop.
+        """Pin the next step; returns the bytes that are ready now. Blocks, so do not call it on the loop.
 
         If the system refuses, the memory keeps its size, with a warning.
-
-        Returns:
-            The bytes that are ready now.
         """
         with self._lock:  # `close` waits for a running step
             if not self.growing or self._pinner is None:
@@ -231,11 +228,7 @@ class HostPool:
         return not self._shares and self._memory.growing
 
     def grow(self) -> int:
-        """Pin the next step, as `SteppedMemory.grow`.
-
-        Returns:
-            The number of slots that are ready now.
-        """
+        """Pin the next step, as `SteppedMemory.grow`; returns the number of slots that are ready now."""
         if not self._shares:
             self._memory.grow()
             self.ready = self._ready_slots()

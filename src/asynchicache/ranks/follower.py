@@ -222,14 +222,11 @@ class RankFollower:
     # The lane of copies
 
     async def apply(self, step: int, after: Stream) -> AppliedStep:
-        """Enqueue all copies that forward `step` depends on.
+        """Enqueue all copies that forward `step` depends on; returns what the forward must wait for.
 
         Args:
             step: the number that the leader marked.
             after: this rank's compute stream, with every forward before `step` enqueued on it.
-
-        Returns:
-            What the forward must wait for.
 
         Raises:
             RankError: the step was applied before, or the group has failed or is closed.

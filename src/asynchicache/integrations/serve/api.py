@@ -169,14 +169,11 @@ class Api:
         *,
         traceparent: str | None = None,
     ) -> Answered:
-        """Answer a request on its connection.
+        """Answer a request on its connection; returns what it took, for the access log.
 
         Args:
             send: the ASGI connection.
             traceparent: the W3C header of the client's span.
-
-        Returns:
-            what it took, for the access log.
 
         Raises:
             ApiError: the request is refused; no part of a response was sent.

@@ -43,7 +43,7 @@ def build_app(
     max_connections: int = 4096,
     ignore_unknown: bool = False,
 ) -> Starlette:
-    """Build the application.
+    """Build the application; its `state.bodies` is the `BodyRoom`.
 
     Args:
         api: answers requests; the caller closes it.
@@ -52,9 +52,6 @@ def build_app(
         max_bodies_bytes: most bytes of all bodies that are being read or answered.
         max_connections: most connections; each has a guaranteed share of `max_bodies_bytes`.
         ignore_unknown: leave out unknown fields of requests instead of refusing them.
-
-    Returns:
-        the application; its `state.bodies` is the `BodyRoom`.
     """
     endpoints = InfoEndpoints(api)
     room = BodyRoom(max_bodies_bytes, largest=max_body_bytes, connections=max_connections)

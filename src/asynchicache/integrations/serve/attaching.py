@@ -50,14 +50,11 @@ class ServedStorage:
         await self._give_up()
 
     async def attach(self, storage: StorageNames | None = None, options: StorageOptions | None = None) -> str:
-        """Attach a storage now.
+        """Attach a storage now; returns the name.
 
         Args:
             storage: name of the engine, or the stages of a chain. Default: as configured, with its options.
             options: of a named engine, or of each stage.
-
-        Returns:
-            the name.
 
         Raises:
             UsageError: there is storage already, none is configured, or the options do not fit.

@@ -134,14 +134,11 @@ async def serve(
     listener: socket.socket,
     ready: Callable[[ApiServer], object],
 ) -> RequestCounts:
-    """Serve until SIGTERM, SIGINT or cancellation; then drain.
+    """Serve until SIGTERM, SIGINT or cancellation, then drain; returns the results of requests.
 
     Args:
         listener: a bound socket; closed at the end.
         ready: called with the server once it accepts requests.
-
-    Returns:
-        results of requests.
 
     Raises:
         ConfigError: model, cache and settings do not match.
