@@ -5,10 +5,11 @@ Independent of metrics libraries; `integrations.prometheus` exports it to Promet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
 
-from asynchicache.controller.statistics import CacheStatistics, GroupStatistics, Occupancy, RankStatistics
+from asynchicache.controller.statistics import CacheStatistics, GroupStatistics, Occupancy
 from asynchicache.histograms import Distribution
 from asynchicache.storage.breaker import BreakerState
 from asynchicache.storage.statistics import CallStatistics, PoolStatistics
@@ -17,8 +18,8 @@ from asynchicache.types import Tier
 PREFIX = "asynchicache_"
 
 Value: TypeAlias = float | Distribution
-Samples: TypeAlias = Iterable[tuple[tuple[str, ...], Value]]
-"""Label values, in the order of the family's labels, and the value."""
+Nested: TypeAlias = Value | Mapping[Any, Any]
+"""A value, or, by label value, what is nested further. A key that is a tuple has several label values."""
 
 _OPS = ("exists", "get", "put", "delete", "touch")
 
@@ -29,14 +30,14 @@ class Family(NamedTuple):
     Attributes:
         name: name without the prefix; counters end in `_total`, durations in `_seconds`.
         help: one-line description.
+        read: reads it from the statistics, nested by `labels`.
         labels: names of its labels.
-        samples: reads it from the statistics.
     """
 
     name: str
     help: str
-    labels: tuple[str, ...]
-    samples: Callable[[CacheStatistics], Samples]
+    read: Callable[[CacheStatistics], Nested]
+    labels: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -49,128 +50,74 @@ class Family(NamedTuple):
     def full_name(self) -> str:
         return PREFIX + self.name
 
-
-def _tier(tier: Tier) -> str:
-    return tier.name.lower()
-
-
-def _by_rank(read: Callable[[RankStatistics], Value]) -> Callable[[CacheStatistics], Samples]:
-    def samples(statistics: CacheStatistics) -> Samples:
-        ranks = {} if statistics.group is None else statistics.group.ranks
-        return (((str(rank),), read(one)) for rank, one in ranks.items())
-
-    return samples
+    def samples(self, statistics: CacheStatistics) -> Iterator[tuple[tuple[str, ...], Value]]:
+        """Label values, in the order of `labels`, and the value of each sample."""
+        return _flat(self.read(statistics))
 
 
-def _of_group(read: Callable[[GroupStatistics], Value]) -> Callable[[CacheStatistics], Samples]:
-    return lambda statistics: [] if statistics.group is None else [((), read(statistics.group))]
+def _flat(found: Nested) -> Iterator[tuple[tuple[str, ...], Value]]:
+    if not isinstance(found, Mapping):
+        yield (), found
+        return
+    for key, nested in found.items():
+        words = tuple(map(_word, key if isinstance(key, tuple) else (key,)))
+        for labels, value in _flat(nested):
+            yield (*words, *labels), value
 
 
-def _slots(statistics: CacheStatistics) -> Samples:
-    for pool, tiers in statistics.occupancy.items():
-        for tier, occupancy in zip((Tier.DEVICE, Tier.HOST), tiers, strict=True):
-            for state, count in _states(occupancy):
-                yield (pool, _tier(tier), state), count
+def _word(key: object) -> str:
+    if isinstance(key, Tier):
+        return key.name.lower()
+    return str(key.value if isinstance(key, Enum) else key)
 
 
-def _states(slots: Occupancy) -> Iterator[tuple[str, int]]:
-    yield "free", slots.capacity - slots.held - slots.quarantined - slots.closed
-    yield "held", slots.held
-    yield "quarantined", slots.quarantined
-    yield "closed", slots.closed
+def _of_group(read: Callable[[GroupStatistics], Nested]) -> Callable[[CacheStatistics], Nested]:
+    return lambda s: {} if s.group is None else read(s.group)
 
 
-def _evicted(statistics: CacheStatistics) -> Samples:
-    for pool, (device, host) in statistics.evicted.items():
-        yield (pool, _tier(Tier.DEVICE)), device
-        yield (pool, _tier(Tier.HOST)), host
+def _pools(read: Callable[[PoolStatistics], Nested]) -> Callable[[CacheStatistics], Nested]:
+    return lambda s: {pool: read(stored) for pool, stored in s.storage.items()}
 
 
-Pools: TypeAlias = Iterator[tuple[tuple[str, ...], PoolStatistics]]
-"""Label values, and the statistics of one pool in storage."""
-
-
-def _pools(statistics: CacheStatistics) -> Pools:
-    """By pool."""
-    return (((pool,), stored) for pool, stored in statistics.storage.items())
-
-
-def _stages(statistics: CacheStatistics) -> Pools:
+def _stages(read: Callable[[PoolStatistics], Nested]) -> Callable[[CacheStatistics], Nested]:
     """By stage of a chain of stores, and pool."""
-    for stage, pools in statistics.stages.items():
-        for pool, stored in pools.items():
-            yield (stage, pool), stored
+    return lambda s: {
+        (stage, pool): read(stored) for stage, pools in s.stages.items() for pool, stored in pools.items()
+    }
 
 
-def _by_pool(
-    read: Callable[[PoolStatistics], Value], pools: Callable[[CacheStatistics], Pools] = _pools
-) -> Callable[[CacheStatistics], Samples]:
-    return lambda statistics: ((labels, read(stored)) for labels, stored in pools(statistics))
+def _calls(read: Callable[[CallStatistics], Nested]) -> Callable[[PoolStatistics], Nested]:
+    return lambda stored: {op: read(getattr(stored, op)) for op in _OPS}
 
 
-def _by_state(
-    read: Callable[[PoolStatistics], Iterable[tuple[str, Value]]],
-    pools: Callable[[CacheStatistics], Pools] = _pools,
-) -> Callable[[CacheStatistics], Samples]:
-    return lambda statistics: (
-        ((*labels, state), value) for labels, stored in pools(statistics) for state, value in read(stored)
-    )
+def _faults(calls: CallStatistics) -> Nested:
+    return {"error": calls.errors, "timeout": calls.late}
 
 
-def _by_call(
-    read: Callable[[CallStatistics], Value], pools: Callable[[CacheStatistics], Pools] = _pools
-) -> Callable[[CacheStatistics], Samples]:
-    return _by_state(lambda stored: ((op, read(getattr(stored, op))) for op in _OPS), pools)
+def _breaker(stored: PoolStatistics) -> Nested:
+    return {state: int(stored.breaker is state) for state in BreakerState}
 
 
-def _by_outcome(
-    read: Callable[[CallStatistics], Iterable[tuple[str, Value]]],
-    pools: Callable[[CacheStatistics], Pools] = _pools,
-) -> Callable[[CacheStatistics], Samples]:
-    return lambda statistics: (
-        ((*labels, op, word), value)
-        for labels, stored in pools(statistics)
-        for op in _OPS
-        for word, value in read(getattr(stored, op))
-    )
+def _tiers(pair: tuple[Nested, Nested]) -> Nested:
+    return dict(zip((Tier.DEVICE, Tier.HOST), pair, strict=True))
 
 
-def _breaker(stored: PoolStatistics) -> Iterable[tuple[str, Value]]:
-    return ((state.value, int(stored.breaker is state)) for state in BreakerState)
+def _states(slots: Occupancy) -> Nested:
+    return {
+        "free": slots.capacity - slots.held - slots.quarantined - slots.closed,
+        "held": slots.held,
+        "quarantined": slots.quarantined,
+        "closed": slots.closed,
+    }
 
 
-def _known(stored: PoolStatistics) -> Iterable[tuple[str, Value]]:
-    return [("there", stored.known.there), ("damaged", stored.known.damaged)]
+def _slots(s: CacheStatistics) -> Nested:
+    return {pool: _tiers((_states(one), _states(two))) for pool, (one, two) in s.occupancy.items()}
 
 
-def _faults(calls: CallStatistics) -> Iterable[tuple[str, Value]]:
-    return [("error", calls.errors), ("timeout", calls.late)]
-
-
-def _outcomes(calls: CallStatistics) -> Iterable[tuple[str, Value]]:
-    return ((outcome.value, pages) for outcome, pages in calls.outcomes.items())
-
-
-def _one(read: Callable[[CacheStatistics], Value]) -> Callable[[CacheStatistics], Samples]:
-    return lambda statistics: [((), read(statistics))]
-
-
-def _waits(statistics: CacheStatistics) -> Samples:
-    yield ("prefetch",), statistics.prefetch_waits
-    yield ("room",), statistics.room_waits
-
-
-def _audit(statistics: CacheStatistics) -> Samples:
-    audit = statistics.transfers.audit
-    yield ("recorded",), audit.recorded
-    yield ("compared",), audit.compared
-    yield ("mismatched",), audit.mismatched
-
-
-def _copy_paths(statistics: CacheStatistics) -> Samples:
-    for pool, paths in statistics.transfers.paths.items():
-        for path, nbytes in paths.items():
-            yield (pool, path.value), nbytes
+def _audit(s: CacheStatistics) -> Nested:
+    audit = s.transfers.audit
+    return {"recorded": audit.recorded, "compared": audit.compared, "mismatched": audit.mismatched}
 
 
 FAMILIES = (
@@ -178,257 +125,254 @@ FAMILIES = (
     Family(
         "requests_total",
         "Requests served, by why they were not given more.",
+        lambda s: s.served.reasons,
         ("reason",),
-        lambda s: (((reason.value,), count) for reason, count in s.served.reasons.items()),
     ),
-    Family("prompt_tokens_total", "Prompt tokens.", (), _one(lambda s: s.served.prompt_tokens)),
+    Family("prompt_tokens_total", "Prompt tokens.", lambda s: s.served.prompt_tokens),
     Family(
         "hit_tokens_total",
         "Prompt tokens served from the cache, by the farthest tier that any pool of the prefix came from.",
+        lambda s: s.served.hit_tokens,
         ("tier",),
-        lambda s: (((_tier(tier),), count) for tier, count in s.served.hit_tokens.items()),
     ),
     Family(
         "missed_tokens_total",
         "Prompt tokens not served, by the pool that kept the hit from being longer, and why.",
+        lambda s: s.served.missed_tokens,
         ("pool", "reason"),
-        lambda s: (((pool, why.value), count) for (pool, why), count in s.served.missed_tokens.items()),
     ),
     Family(
         "hit_slots_total",
         "Pages and states that hits consisted of, by where they lay before the request.",
+        lambda s: s.served.hit_slots,
         ("pool", "tier"),
-        lambda s: (((pool, _tier(tier)), count) for (pool, tier), count in s.served.hit_slots.items()),
     ),
-    Family("wait_seconds", "How long requests waited.", ("op",), _waits),
+    Family(
+        "wait_seconds",
+        "How long requests waited.",
+        lambda s: {"prefetch": s.prefetch_waits, "room": s.room_waits},
+        ("op",),
+    ),
     Family(
         "namespace_prompt_tokens_total",
         "Prompt tokens by namespace.",
+        lambda s: {name: one.prompt_tokens for name, one in s.served.namespaces.items()},
         ("namespace",),
-        lambda s: (((name,), one.prompt_tokens) for name, one in s.served.namespaces.items()),
     ),
     Family(
         "namespace_hit_tokens_total",
         "Prompt tokens served from the cache, by namespace.",
+        lambda s: {name: one.hit_tokens for name, one in s.served.namespaces.items()},
         ("namespace",),
-        lambda s: (((name,), one.hit_tokens) for name, one in s.served.namespaces.items()),
     ),
     # Device and host memory
-    Family("slots", "Slots by what they are: their sum is the capacity.", ("pool", "tier", "state"), _slots),
-    Family("evicted_slots_total", "Pages and states that made room.", ("pool", "tier"), _evicted),
+    Family("slots", "Slots by what they are: their sum is the capacity.", _slots, ("pool", "tier", "state")),
+    Family(
+        "evicted_slots_total",
+        "Pages and states that made room.",
+        lambda s: {pool: _tiers(pair) for pool, pair in s.evicted.items()},
+        ("pool", "tier"),
+    ),
     Family(
         "demoted_pages_total",
         "Evicted pages that live on in a lower tier of memory.",
-        (),
-        _one(lambda s: s.planner.demoted),
+        lambda s: s.planner.demoted,
     ),
-    Family(
-        "lost_pages_total", "Evicted pages that no memory has any more.", (), _one(lambda s: s.planner.lost)
-    ),
-    Family(
-        "backed_up_slots_total",
-        "Pages and states that went to the host.",
-        (),
-        _one(lambda s: s.planner.backed_up),
-    ),
+    Family("lost_pages_total", "Evicted pages that no memory has any more.", lambda s: s.planner.lost),
+    Family("backed_up_slots_total", "Pages and states that went to the host.", lambda s: s.planner.backed_up),
     Family(
         "host_pressure_slots_total",
         "Pages and states that did not, for want of host slots.",
-        (),
-        _one(lambda s: s.planner.host_pressure),
+        lambda s: s.planner.host_pressure,
     ),
     Family(
         "states_skipped_total",
         "Checkpoints without a state, for want of a device slot.",
-        (),
-        _one(lambda s: s.planner.states_skipped),
+        lambda s: s.planner.states_skipped,
     ),
     Family(
         "host_bytes",
         "Bytes of the host memory that pools share, by the pool that has them.",
+        lambda s: s.host_bytes,
         ("pool",),
-        lambda s: (((pool,), nbytes) for pool, nbytes in s.host_bytes.items()),
     ),
     Family(
         "memory_bytes",
         "Bytes of all slots of a tier; what pools share counts once.",
+        lambda s: s.memory_bytes,
         ("tier",),
-        lambda s: (((tier.name.lower(),), nbytes) for tier, nbytes in s.memory_bytes.items()),
     ),
     Family(
         "moved_slots_total",
         "Pages and states moved within the host memory that pools share.",
-        (),
-        _one(lambda s: s.planner.moved),
+        lambda s: s.planner.moved,
     ),
     Family(
         "tokens_per_end",
         "Cached tokens for each end of a path: what the traffic asks for as tokens_per_state.",
-        (),
-        _one(lambda s: s.tokens_per_end),
+        lambda s: s.tokens_per_end,
     ),
     # Copies between device and host
     Family(
         "copied_bytes_total",
         "Bytes copied: load (host to device), backup (device to host), fork (on the device).",
+        lambda s: s.transfers.nbytes,
         ("op",),
-        lambda s: (((op.value,), nbytes) for op, nbytes in s.transfers.nbytes.items()),
     ),
     Family(
-        "copy_path_bytes_total", "Bytes enqueued, by the way they were copied.", ("pool", "path"), _copy_paths
+        "copy_path_bytes_total",
+        "Bytes enqueued, by the way they were copied.",
+        lambda s: s.transfers.paths,
+        ("pool", "path"),
     ),
     Family(
         "copy_seconds",
         "From the submission of a copy until its bytes had landed.",
+        lambda s: s.transfers.latencies,
         ("op",),
-        lambda s: (((op.value,), latency) for op, latency in s.transfers.latencies.items()),
     ),
-    Family(
-        "copy_launches_total",
-        "Transfers that copies were merged into.",
-        (),
-        _one(lambda s: s.transfers.launches),
-    ),
-    Family("copies_failed_total", "Copies that failed.", (), _one(lambda s: s.traffic.copies_failed)),
-    Family("copies_in_flight", "Copies in flight.", (), _one(lambda s: s.transfers.in_flight)),
-    Family("audit_slots_total", "Pages whose fingerprints were taken and compared.", ("result",), _audit),
+    Family("copy_launches_total", "Transfers that copies were merged into.", lambda s: s.transfers.launches),
+    Family("copies_failed_total", "Copies that failed.", lambda s: s.traffic.copies_failed),
+    Family("copies_in_flight", "Copies in flight.", lambda s: s.transfers.in_flight),
+    Family("audit_slots_total", "Pages whose fingerprints were taken and compared.", _audit, ("result",)),
     # Storage
-    Family("read_slots_total", "Pages and states that came from storage.", (), _one(lambda s: s.pages_read)),
+    Family("read_slots_total", "Pages and states that came from storage.", lambda s: s.pages_read),
     Family(
         "stored_slots_total",
         "Pages and states that went to storage, or were there already.",
-        (),
-        _one(lambda s: s.traffic.stored),
+        lambda s: s.traffic.stored,
     ),
     Family(
         "shed_slots_total",
         "Pages and states that did not get to storage, by why.",
+        lambda s: s.traffic.shed,
         ("reason",),
-        lambda s: (((reason.value,), count) for reason, count in s.traffic.shed.items()),
     ),
-    Family("storing_bytes", "Bytes of storage writes in flight.", (), _one(lambda s: s.storing_bytes)),
+    Family("storing_bytes", "Bytes of storage writes in flight.", lambda s: s.storing_bytes),
     Family(
         "storage_pages_total",
         "Pages of calls to storage, by outcome.",
+        _pools(_calls(lambda calls: calls.outcomes)),
         ("pool", "op", "outcome"),
-        _by_outcome(_outcomes),
     ),
     Family(
-        "storage_bytes_total", "Bytes read and stored.", ("pool", "op"), _by_call(lambda calls: calls.bytes)
+        "storage_bytes_total",
+        "Bytes read and stored.",
+        _pools(_calls(lambda calls: calls.bytes)),
+        ("pool", "op"),
     ),
     Family(
         "storage_call_seconds",
         "Latency of calls to storage; late ones up to their deadline.",
+        _pools(_calls(lambda calls: calls.latencies)),
         ("pool", "op"),
-        _by_call(lambda calls: calls.latencies),
     ),
     Family(
         "storage_faults_total",
         "Calls to storage that raised or answered nonsense (error), or came too late (timeout).",
+        _pools(_calls(_faults)),
         ("pool", "op", "reason"),
-        _by_outcome(_faults),
     ),
     Family(
-        "storage_calls_running", "Calls that have not ended.", ("pool",), _by_pool(lambda pool: pool.running)
+        "storage_calls_running", "Calls that have not ended.", _pools(lambda pool: pool.running), ("pool",)
     ),
     Family(
         "storage_calls_lingering",
         "Those past their deadline; no caller waits for them.",
+        _pools(lambda pool: pool.lingering),
         ("pool",),
-        _by_pool(lambda pool: pool.lingering),
     ),
-    Family(
-        "storage_breaker", "1 for the state that the breaker is in.", ("pool", "state"), _by_state(_breaker)
-    ),
+    Family("storage_breaker", "1 for the state that the breaker is in.", _pools(_breaker), ("pool", "state")),
     Family(
         "storage_breaker_opened_total",
         "How often the breaker opened.",
+        _pools(lambda pool: pool.opened),
         ("pool",),
-        _by_pool(lambda pool: pool.opened),
     ),
     Family(
         "storage_full",
         "1 while storage refuses to take more.",
+        _pools(lambda pool: int(pool.full)),
         ("pool",),
-        _by_pool(lambda pool: int(pool.full)),
     ),
     Family(
         "storage_known_pages",
         "Pages that storage is known to have (there), or to have damaged.",
+        _pools(lambda pool: {"there": pool.known.there, "damaged": pool.known.damaged}),
         ("pool", "state"),
-        _by_state(_known),
     ),
     Family(
         "storage_recalled_pages_total",
         "Pages that storage was not asked for, because they are known.",
+        _pools(lambda pool: pool.known.recalled),
         ("pool",),
-        _by_pool(lambda pool: pool.known.recalled),
     ),
     # Stages of a chain of stores
     Family(
         "stage_hit_tokens_total",
         "Those of hit_tokens_total from storage, by the farthest stage that a page was read from.",
+        lambda s: s.served.stage_tokens,
         ("stage",),
-        lambda s: (((stage,), tokens) for stage, tokens in s.served.stage_tokens.items()),
     ),
     Family(
         "storage_stage_pages_total",
         "Pages of calls to a stage, by outcome.",
+        _stages(_calls(lambda calls: calls.outcomes)),
         ("stage", "pool", "op", "outcome"),
-        _by_outcome(_outcomes, _stages),
     ),
     Family(
         "storage_stage_bytes_total",
         "Bytes read from a stage and stored there.",
+        _stages(_calls(lambda calls: calls.bytes)),
         ("stage", "pool", "op"),
-        _by_call(lambda calls: calls.bytes, _stages),
     ),
     Family(
         "storage_stage_call_seconds",
         "Latency of calls to a stage; late ones up to their deadline.",
+        _stages(_calls(lambda calls: calls.latencies)),
         ("stage", "pool", "op"),
-        _by_call(lambda calls: calls.latencies, _stages),
     ),
     Family(
         "storage_stage_faults_total",
         "Calls to a stage that raised or answered nonsense (error), or came too late (timeout).",
+        _stages(_calls(_faults)),
         ("stage", "pool", "op", "reason"),
-        _by_outcome(_faults, _stages),
     ),
     Family(
         "storage_stage_breaker",
         "1 for the state that the breaker of a stage is in.",
+        _stages(_breaker),
         ("stage", "pool", "state"),
-        _by_state(_breaker, _stages),
     ),
     Family(
         "storage_stage_shed_pages_total",
         "Pages that a stage did not get from others, or because it was behind.",
+        _stages(lambda pool: pool.shed),
         ("stage", "pool"),
-        _by_pool(lambda pool: pool.shed, _stages),
     ),
     # Other ranks of a sharded model
     Family(
         "rank_lag_seconds",
         "From an entry of the log to a rank's answer.",
+        _of_group(lambda group: {rank: one.lag for rank, one in group.ranks.items()}),
         ("rank",),
-        _by_rank(lambda rank: rank.lag),
     ),
     Family(
-        "rank_lost", "1 for the rank that ended the group.", ("rank",), _by_rank(lambda rank: int(rank.lost))
+        "rank_lost",
+        "1 for the rank that ended the group.",
+        _of_group(lambda group: {rank: int(one.lost) for rank, one in group.ranks.items()}),
+        ("rank",),
     ),
-    Family("ranks_failed", "1 if the group goes on cold.", (), _of_group(lambda group: int(group.failed))),
+    Family("ranks_failed", "1 if the group goes on cold.", _of_group(lambda group: int(group.failed))),
     Family(
         "ranks_log_bytes_total",
         "Bytes of the log; each follower gets all of them.",
-        (),
         _of_group(lambda group: group.log_bytes),
     ),
-    Family("ranks_steps_total", "Steps that were marked.", (), _of_group(lambda group: group.steps)),
+    Family("ranks_steps_total", "Steps that were marked.", _of_group(lambda group: group.steps)),
     Family(
         "ranks_open_operations",
         "Operations that some rank has not answered.",
-        (),
         _of_group(lambda group: group.open_operations),
     ),
 )
