@@ -144,8 +144,7 @@ class Compiled(NamedTuple):
     """A kernel in a GPU's machine code.
 
     Attributes:
-        name: of the function.
-        binary: its module, as the driver loads it.
+        binary: the module of the function, as the driver loads it.
         hidden: pointers that Triton adds to the arguments; this kernel makes no use of them.
     """
 

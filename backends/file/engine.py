@@ -29,7 +29,6 @@ class SlotClaim(NamedTuple):
     Attributes:
         slots: store slots, by the position of the page in the call.
         refused: positions of pages that get no slot.
-        refusal: the outcome of the refused pages.
     """
 
     slots: dict[int, int]

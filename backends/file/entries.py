@@ -36,9 +36,7 @@ class SlotEntry(NamedTuple):
     Attributes:
         stamp: order of use; a later use has a higher stamp.
         slot: number of the slot in the pool.
-        digest: digest of the page.
         mark: all pages with lower stamps were durable when this entry was written.
-        checksum: checksum of the page.
     """
 
     stamp: int
@@ -53,7 +51,6 @@ class LoadedEntries(NamedTuple):
 
     Attributes:
         pages: valid entries, the least recently used first.
-        damaged: slots whose entries are damaged.
         trusted: pages with lower stamps were durable; a crash may have torn the others.
         stamp: stamp of the next page: above all stamps in use, and not below `trusted`.
     """
@@ -185,7 +182,6 @@ class RecoveredPages(NamedTuple):
         checked: the pages among them that were read, because a crash may have interrupted their write.
         stale: slots whose entries are damaged or name a page that cannot be served.
         unfinished: number of pages that a crash has torn.
-        stamp: stamp of the next page.
     """
 
     pages: list[StoredPage]

@@ -14,7 +14,6 @@ class StoredPage(NamedTuple):
     """A page in the store.
 
     Attributes:
-        digest: the page's digest.
         slot: number of the slot that holds it.
         checksum: checksum of its bytes, 8 bytes.
     """

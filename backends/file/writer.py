@@ -30,12 +30,7 @@ class PageMove(NamedTuple):
 
 
 class SlotRun(NamedTuple):
-    """One or more pages in consecutive slots of the store.
-
-    Attributes:
-        moves: the pages.
-        views: the pages' memory.
-    """
+    """One or more pages in consecutive slots of the store."""
 
     moves: Sequence[PageMove]
     views: list[memoryview]
@@ -87,7 +82,6 @@ class WriteBatch:
         pages: the result of `seal`.
         entries: packed entries of the pages, by slot.
         blocks: the blocks of `entries`, to be written if all pages were.
-        stamp: stamps of the pages.
         may_be_named: an entry on disk may name the written pages, even if the commit failed.
         error: why the pages are not durable.
         sealed: set when `seal` has ended.

@@ -31,7 +31,8 @@ def claim_folder(folder: Path, store: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not marker.exists():
             _check_empty(folder)
-            _write_marker(marker, store)
+            # If two stores race, the later one wins; the check detects this.
+            replace_file(marker, f"{_MAGIC} {_FORMAT} {store}\n".encode())
         _check_marker(marker, store)
     except UnicodeDecodeError:
         raise StorageFormatError(f"{marker} is no marker of hf3fs; give an empty or new folder") from None
@@ -47,11 +48,6 @@ def _check_empty(folder: Path) -> None:
         raise StorageFormatError(
             f"{folder} holds {sorted(others)[0]!r} and no store: give an empty or new folder"
         )
-
-
-def _write_marker(marker: Path, store: str) -> None:
-    """Write the marker. If two stores race, the later one wins; the check detects this."""
-    replace_file(marker, f"{_MAGIC} {_FORMAT} {store}\n".encode())
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -61,14 +61,10 @@ class RegisteredSlots:
         starts = range(0, binding.page_bytes, _PIECE_BYTES)
         self._pieces = [(start, min(_PIECE_BYTES, binding.page_bytes - start)) for start in starts]
         self._sizes = [binding.header_bytes, *(size for _, size in self._pieces)]  # without padding
+        self.object_bytes = sum(self._sizes)
         self._bases: list[int] = []
         for region in self._regions:
             self._register(region)
-
-    @property
-    def object_bytes(self) -> int:
-        """Size of a stored page with its header."""
-        return sum(self._sizes)
 
     def buffers(self, slots: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
         """For each slot, the addresses and sizes of its header and page pieces.

@@ -21,7 +21,6 @@ class PagesStored:
 
     Attributes:
         pool: the pool; pools that share its slots move with it.
-        tier: the tier.
         digests: of the pages, 40 bytes each: the namespace, and the hash, in order.
         parent: digest of the page before the first of them; None if the first begins its sequence.
         tokens: their token ids, `page_size` per page.

@@ -32,7 +32,6 @@ class ObjectKey(NamedTuple):
     Attributes:
         fingerprint: 32 bytes, `pool_fingerprint`: pages are interchangeable only if it is equal.
         digest: 40 bytes, the page digest: the namespace, the tokens of the page and all before it.
-        pool: the pool's name.
         shard: the part of the page, e.g. `0/2` for rank 0 of 2; empty if all ranks share one.
     """
 
@@ -99,7 +98,6 @@ class PlacedPage(NamedTuple):
     same page, such as tails, are in one group.
 
     Attributes:
-        digest: of the page.
         group: digest of the page that names the group.
         place: distance from that page, 0 to `GROUP_PAGES`.
     """

@@ -93,7 +93,6 @@ class TensorLayout:
     """The position of one tensor in the slots of its pool.
 
     Attributes:
-        spec: the tensor.
         offset: bytes of the tensors before it in one slot.
         item_bytes: bytes of one layer of one slot.
         units: runs per item in this layout.
@@ -114,7 +113,6 @@ class SlotLayout:
     """The layout of one pool in host memory.
 
     Attributes:
-        pool: the pool.
         kind: the order of layers, pages and tokens.
         page_bytes: bytes of one slot's content.
         slot_bytes: `page_bytes` padded to `ALIGNMENT`; if slots are whole, the stride between them.

@@ -262,7 +262,8 @@ class CommandOptions(Options, frozen=True):
 
     @classmethod
     def refused(cls, name: str, value: object, rule: str) -> ConfigError:
-        return ConfigError(f"{_option(cls, name).flag} {value}: {rule}")
+        flag = next(option.flag for option in options_of(cls) if option.name == name)
+        return ConfigError(f"{flag} {value}: {rule}")
 
 
 def shown(name: str, value: object) -> str:
@@ -298,10 +299,6 @@ def options_of(cls: type[msgspec.Struct]) -> tuple[Option, ...]:
 def flags_of(cls: type[Options]) -> tuple[Option, ...]:
     """The fields that the command line shows: those with a line of help."""
     return tuple(option for option in options_of(cls) if option.help)
-
-
-def _option(cls: type[Options], name: str) -> Option:
-    return next(option for option in options_of(cls) if option.name == name)
 
 
 def _described(field: msgspec.structs.FieldInfo) -> Option:

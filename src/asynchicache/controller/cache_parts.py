@@ -36,19 +36,15 @@ class CacheParts:
     """What one open cache consists of.
 
     Attributes:
-        planner: makes all decisions.
-        executor: carries out copies and storage calls.
         device: has the memory of the device tier.
         transfers: copies between device and host, on this rank.
         memories: by pool, of both tiers; empty if the copies run in another process.
         hosts: by pool, the host memory.
         storage: the attached storage; empty without storage.
-        port: clock and threads.
         admission: gives device slots to requests.
         prefetcher, storage_writer: read from storage, and write to it.
         namespaces: namespaces by seed.
         events: sends cache events to subscribers.
-        hits: hit counters.
     """
 
     def __init__(

@@ -33,7 +33,6 @@ class Executor:
         progress: set when work has ended or slots were freed. A waiter clears it, checks, and waits.
         calls: tasks that read from storage or write to it.
         tracer: receives copies, if set.
-        copies_failed: number of failed copies.
         on_progress: called whenever work ends or slots are freed.
         on_backed_up: called with the end of a path whose pages have reached the host, and the `Activity`
             period of the backup.

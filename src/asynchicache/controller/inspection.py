@@ -20,7 +20,6 @@ class Inspection:
         storage: the attached storage, with the breaker of each pool; false without one.
         costs: what was measured of reading and computing.
         memories: by pool, its memory on device and host; empty if an engine owns the device.
-        transfers: carries out copies.
     """
 
     def __init__(self, parts: CacheParts) -> None:

@@ -64,7 +64,6 @@ class _Prefetch:
     """What one request wants from storage.
 
     Attributes:
-        request: the request.
         known: storage's answers so far.
         period: the `Activity` period in which it was asked for; its calls belong to it.
         most: the most pages of the prefix to read.

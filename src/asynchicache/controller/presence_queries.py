@@ -25,7 +25,6 @@ class PresenceQuery:
     """A query for which pages of a path, of one component, storage has.
 
     Attributes:
-        component_id: the component.
         digests: of all pages of the path, from its first.
         pages: numbers of the pages to ask for.
         fresh: cached answers must not be used.

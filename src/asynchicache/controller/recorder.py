@@ -57,7 +57,6 @@ class TraceRecorder:
     """Writes a line for each request once it has ended.
 
     Attributes:
-        path: the file.
         closed: whether it has ended.
         recorded, dropped: requests that were written, or had to be left out because writing was slower.
     """

@@ -76,7 +76,6 @@ class StorageWriter:
     """Writes what is on the host to storage.
 
     Attributes:
-        traffic: write counters.
         clearing: clears in flight. Pages stored meanwhile may be gone when they end.
         tracer: receives writes, if set.
     """

@@ -55,7 +55,6 @@ class Job(Generic[T]):
     Attributes:
         tag: set by the submitter to recognise the job.
         nbytes: bytes that count towards the bridge's limit.
-        state: its current state.
     """
 
     __slots__ = ("_cancel", "_ended", "_error", "_guard", "_seen", "_value", "nbytes", "state", "tag")

@@ -93,7 +93,6 @@ class PageMemory:
     This depends on the geometry only, never on addresses, so that two processes agree.
 
     Attributes:
-        pages: number of pages.
         page_bytes: bytes of one page, all parts.
         units: objects per page.
         unit_bytes: bytes of one object.

@@ -68,7 +68,6 @@ class _UnitTransfer:
     Attributes:
         key: key in storage.
         unit: index in memory.
-        outcome: result of the transfer.
         joined_units: units of other calls that need the same bytes.
         closing: whether joined_units are being served; no more can join.
     """

@@ -114,7 +114,6 @@ class StorageRead:
     """One call: pages of one component on one path.
 
     Attributes:
-        component_id: the component.
         pages: in the order of the path.
         placed: the same pages, as storage is asked for them.
     """
@@ -155,7 +154,6 @@ class ReadResult:
     """The result of a reading.
 
     Attributes:
-        reading: the reading.
         pages: pages that are restorable now.
         reason: why some did not arrive.
         backups: copies to carry out.

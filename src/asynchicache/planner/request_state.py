@@ -71,7 +71,6 @@ class RequestState:
         prompt: the number of prompt tokens.
         known_pages: pages of it that the tree had when the request came, in whatever tier or only lately.
         lease: locks the borrowed prefix; extended as pages are published.
-        match: the latest match.
         held_back: the pool that keeps the match below the full pages in memory.
         tail: the end of the match inside a page, kept by the lease; None if it ends with a page.
         tail_tokens: tokens of it: those that are restored, once the request is loaded.

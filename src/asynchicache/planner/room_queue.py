@@ -19,7 +19,6 @@ class Waiter:
     """A request in the queue.
 
     Attributes:
-        request: the request.
         refused: it must give way, because all requests that hold slots wait for each other.
         rested: the queue released its match; it matches again when it is served or leaves.
     """

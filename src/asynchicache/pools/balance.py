@@ -18,7 +18,6 @@ class UndersizedPool:
     """A pool that is too small: pages that other pools hold beyond it can never be a hit.
 
     Attributes:
-        pool: its name.
         tokens: tokens of prefixes that it can serve.
         against, against_tokens: the pool that it is compared with, and the tokens that one can serve.
         slots: its slots, in the tier where it has more.

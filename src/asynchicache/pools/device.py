@@ -55,10 +55,7 @@ class DevicePool:
     memory.
 
     Attributes:
-        spec: the pool.
         page_size: tokens per slot; not used if a slot holds a state.
-        slots: the number of slots.
-        device: the device of the memory.
     """
 
     def __init__(

@@ -34,13 +34,10 @@ class EnginePages:
     """The device pages of one pool of an engine. Nothing is allocated, and nothing is copied to make it.
 
     Attributes:
-        spec: the pool.
         copy_spec: the same tensors as copies see them: one whose layers are not at equal distances becomes a
             tensor for each layer.
         host_parts: by tensor of `copy_spec`, the tensor of `spec` that it is part of, and which layers.
         page_size: tokens of a page; not used if a page holds a state.
-        slots: the number of pages.
-        device: the device of the memory.
         order: of the axes of a page, as far as shapes say it: which axis the tokens are, if it cannot be the
             first.
     """

@@ -29,7 +29,6 @@ class ExtentPlan:
     Attributes:
         slot_bytes: by pool, the bytes from slot to slot.
         extent_bytes: of an extent, a multiple of the largest slot.
-        extents: the number of extents.
         beside: bytes that each extent costs elsewhere: headers, and pools that share slots.
     """
 
@@ -168,7 +167,6 @@ class ExtentAllocator(SlotAllocator):
     """The slots of one pool in a shared memory.
 
     Attributes:
-        extents: the memory.
         spare: free slots in the extents that the pool owns.
         whole: slots that every extent has at least.
     """

@@ -22,7 +22,6 @@ class SteppedMemory:
     """Memory that is pinned in steps: tens of GiB take seconds, and the first part serves meanwhile.
 
     Attributes:
-        slab: the memory.
         ready: bytes that may be used, the first ones.
         step_bytes: bytes per registration: one begins at each multiple of it. All of the memory if it is not
             pinned. CUDA cannot copy a run that spans two registrations.
@@ -108,9 +107,7 @@ class HostPool:
     Its memory is pinned in steps, see `SteppedMemory`. Only the first `ready` slots may be used meanwhile.
 
     Attributes:
-        spec: the pool.
         page_size: tokens per slot; not used if a slot holds a state.
-        slots: the number of slots.
         layout: the position of each tensor in a slot.
         ready: the number of usable slots, the first ones.
         step_bytes: bytes per registration of the memory; all of it if slots are in pieces.

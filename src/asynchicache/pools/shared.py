@@ -28,7 +28,6 @@ class SlabHandle(msgspec.Struct, frozen=True):
     Attributes:
         pid, fd: the owner, and the number of its file.
         device, inode: identify the file, should both numbers be in use for another one by now.
-        nbytes: its size.
     """
 
     pid: int
@@ -109,7 +108,6 @@ class PoolHandle(msgspec.Struct, frozen=True):
     """The shared host memory of one pool.
 
     Attributes:
-        slots: the number of slots.
         signature: the layout of a slot, which both sides must agree on.
         slab: where it is.
     """

@@ -62,11 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 class AppliedStep:
-    """The copies that a forward of a follower depends on.
-
-    Attributes:
-        step: its number.
-    """
+    """The copies that a forward of a follower depends on."""
 
     def __init__(self, step: int, loads: Sequence[Ticket]) -> None:
         self.step = step

@@ -95,9 +95,6 @@ class RankGroup:
 
     One cache at a time uses it. When a rank is lost, every request is a miss from then on, as after a failed
     device; open a new group to go on.
-
-    Attributes:
-        limits: deadlines of the group.
     """
 
     def __init__(

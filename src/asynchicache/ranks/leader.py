@@ -52,7 +52,6 @@ class RankAnswer(NamedTuple):
     """A follower's answer to one operation.
 
     Attributes:
-        answer: what it answered.
         late: None if no engine of the follower uses the slots. Otherwise a future that is done when none does
             any more, or cancelled if that will never be known.
     """

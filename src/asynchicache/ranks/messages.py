@@ -175,7 +175,6 @@ class VerifyEntry(msgspec.Struct, frozen=True, tag="verify", array_like=True):
     """Compare what runs with the leader's view, as of this place in the log.
 
     Attributes:
-        operation: of this entry.
         open_operations: what some rank has not ended, as far as the leader knows.
         free: the slots that the leader takes for free.
         idle: the cache is not in use, so nothing runs.
@@ -217,7 +216,6 @@ class EndAnswer(msgspec.Struct, frozen=True, tag="ended", array_like=True):
     """An operation without outcomes has ended.
 
     Attributes:
-        operation: which one.
         error: why it failed; empty if it succeeded.
         count: the number of pages that a clear removed.
     """
@@ -231,7 +229,6 @@ class OutcomesAnswer(msgspec.Struct, frozen=True, tag="answered", array_like=Tru
     """Outcomes of a read or write.
 
     Attributes:
-        operation: which one.
         outcomes: of each pool of the entry, a byte per page.
         late: whether an engine may still use the slots; `LateAnswer` follows then.
     """
@@ -291,7 +288,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """What a follower is.
 
     Attributes:
-        protocol: `PROTOCOL`.
         token: the group's secret.
         rank: its number, from 1; the leader is rank 0.
         build: what every rank must agree on, by name: versions, page size, layouts, pools.

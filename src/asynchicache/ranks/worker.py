@@ -57,7 +57,6 @@ class RankWorker:
     Confined to one event loop.
 
     Attributes:
-        spec: this rank's pools.
         memories: by pool, its memory on device and host.
     """
 

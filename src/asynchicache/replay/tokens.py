@@ -27,11 +27,7 @@ _POSITIONS = 28  # bits: a prompt is shorter
 
 
 class TokenTrace:
-    """The sequences of a trace, as ids.
-
-    Attributes:
-        trace: the trace.
-    """
+    """The sequences of a trace, as ids."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace

@@ -38,7 +38,6 @@ class CutSection(NamedTuple):
     """Rows along the first dimension of a tensor that tensor-parallel ranks divide among them, in order.
 
     Attributes:
-        rows: number of rows.
         units: indivisible parts of them, such as heads, of equal size.
         repeats: whether several ranks may hold the same unit, if there are more ranks than units.
     """

@@ -33,7 +33,6 @@ class LayerTensor(NamedTuple):
     """One tensor that one layer keeps in the cache.
 
     Attributes:
-        pool: pool of the tensor.
         tensor: name of the tensor in the pool.
         shape: shape for one token, or for one whole state.
         dtype: a key of `DTYPE_BYTES`.

@@ -61,7 +61,6 @@ class PageHeader(NamedTuple):
     """The fields of a valid header.
 
     Attributes:
-        key: the page's key.
         page_bytes: bytes that the checksum covers, without padding.
         checksum: xxh3-64 of those bytes, 8 bytes big-endian.
     """

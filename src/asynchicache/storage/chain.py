@@ -307,8 +307,6 @@ class _PoolStage:
     """One stage of one pool.
 
     Attributes:
-        stage: the store.
-        limits: of this stage.
         guard: the open pool; None while it cannot be opened.
         reaches_staging: whether its engine can use staging slots.
         tried: when it was last opened, or tried to.
@@ -360,8 +358,6 @@ class ChainedPool:
     """One pool in all stages of a chain; it has the calls of a `GuardedPool`.
 
     Attributes:
-        chain: its stages.
-        binding: the pool's slots.
         engine: the pool as an engine.
         closed: whether calls are refused.
 

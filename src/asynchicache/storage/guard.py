@@ -791,7 +791,7 @@ class GuardedPool:
         for retry in range(1 + (self._limits.retries if kind.repeatable else 0)):
             if retry:
                 asked = failed(outcomes, len(keys))
-                if not asked or not self._may_retry or self._port.now() >= until:
+                if not asked or not self.answering or self._port.now() >= until:
                     break
                 some, places = [keys[i] for i in asked], [slots[i] for i in asked if slots]
             try:
@@ -808,10 +808,6 @@ class GuardedPool:
                 continue
             outcomes = _merged(outcomes, asked, fresh, len(keys))
         return outcomes
-
-    @property
-    def _may_retry(self) -> bool:
-        return not self._closed and self._breaker.state is BreakerState.CLOSED
 
     def _count_error(self, kind: EngineCall, pages: int, error: BaseException) -> None:
         tally = self._counters[kind.name]

@@ -208,11 +208,7 @@ class HostOracle:
 
 
 class Pattern:
-    """Expected contents of one tensor of a pool.
-
-    Attributes:
-        tensor: the tensor.
-    """
+    """Expected contents of one tensor of a pool."""
 
     def __init__(
         self,

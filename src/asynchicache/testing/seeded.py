@@ -111,8 +111,6 @@ class SeededWorld:
     """The argument of a coroutine under `run_seeded`.
 
     Attributes:
-        seed: the seed of the run.
-        loop: the seeded event loop.
         port: the library's clock, threads and randomness.
         random: randomness for the scenario itself.
     """

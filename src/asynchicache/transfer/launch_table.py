@@ -26,8 +26,6 @@ class TableTensor(NamedTuple):
     """A tensor of a pool, on the two sides of a copy.
 
     Attributes:
-        pool: its name.
-        layers: of the model.
         source, destination: `[layers, slots, units, words]`.
     """
 
@@ -51,7 +49,6 @@ class BlockPart(NamedTuple):
     """One tensor's share of each row of a block.
 
     Attributes:
-        pool: its name.
         shape: of the items, which may be several layers.
         sources, destinations: int64 `[rows, 1]`, where each row's layer begins.
         layers: int64 `[rows, 1]`, by which sizes are to be multiplied; None if `shape` has them.

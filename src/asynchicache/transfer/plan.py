@@ -97,10 +97,7 @@ class PoolShape:
     """Shape and size of one pool, as plans need it.
 
     Attributes:
-        spec: the pool.
         page_size: tokens of a slot.
-        device_slots: slots on the device.
-        host_slots: slots in host memory.
     """
 
     spec: PoolSpec

@@ -211,7 +211,6 @@ class TransferRecord:
 
     Attributes:
         number: ascends in the order of enqueueing.
-        direction: of all its operations.
         submissions: the operations, until all groups are enqueued; positions in it are those of the plan.
         after: the callers' events that the copies wait for.
         reads_from: transfers that write what this one reads.

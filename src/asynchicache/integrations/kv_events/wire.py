@@ -92,7 +92,6 @@ class EventBatch(NamedTuple):
 
     Attributes:
         ts: seconds since 1970, by the publisher's clock.
-        events: the events, in order.
         data_parallel_rank: rank of the publisher; None if not given.
         epoch: changes when the publisher restarts; None from engines.
     """

@@ -47,7 +47,6 @@ class LoadedModel:
     Attributes:
         name: model name for clients.
         model: the model, in evaluation mode.
-        tokenizer: the model's tokenizer.
         stop_ids: tokens that end a text.
         context: most positions of the model.
         temperature, top_p: the checkpoint's recommended values, or OpenAI's defaults.

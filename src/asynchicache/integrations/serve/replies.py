@@ -49,7 +49,6 @@ class Usage:
     """Token counts of one answer.
 
     Attributes:
-        prompt_tokens: tokens of the prompt.
         completion_tokens: generated tokens, including a stop string or end of text that is not shown.
         cached_tokens: tokens of the prompt that came from the cache.
         by_tier: these, by the name of the farthest tier that any of them came from.

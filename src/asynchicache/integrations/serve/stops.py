@@ -39,8 +39,5 @@ class StopStrings:
     def _unsure(self) -> int:
         """Return the number of characters at the end that may begin a stop string."""
         longest = min(max(map(len, self._stops), default=1) - 1, len(self._held))
-        ends = (count for count in range(longest, 0, -1) if self._may_begin(self._held[-count:]))
-        return next(ends, 0)
-
-    def _may_begin(self, end: str) -> bool:
-        return any(stop.startswith(end) for stop in self._stops)
+        ends = (self._held[-count:] for count in range(longest, 0, -1))
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)

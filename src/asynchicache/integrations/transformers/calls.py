@@ -213,12 +213,7 @@ class ModelRank:
 
 
 class ModelCalls:
-    """Runs calls on the model's thread, and on every other rank of a group, in one order.
-
-    Attributes:
-        thread: the model's.
-        rank: this one.
-    """
+    """Runs calls on the model's thread, and on every other rank of a group, in one order."""
 
     def __init__(self, rank: ModelRank, thread: ModelThread, group: RankGroup | None = None) -> None:
         """`group`: the ranks that the model is divided over, if it is; this one leads it."""

@@ -22,7 +22,6 @@ class Row:
     """A sequence that is being decoded.
 
     Attributes:
-        job: the request.
         sequence: its number in the model's memory.
         length: tokens that the model has computed.
         kept: the last page boundary that a decode step reached, whose states were kept, or None.
@@ -50,7 +49,6 @@ class DecodeBatch:
 
     Attributes:
         number: of the batch in the model's memory.
-        rows: current rows.
         joining: rows that join at the next step.
     """
 

@@ -58,7 +58,6 @@ class GenerationJob:
     """A prompt, its output so far, and its result.
 
     Attributes:
-        prompt: token ids of the prompt.
         namespace, salt, traceparent, hint: as in `HybridCache.request`.
         sampler: chooses tokens.
         rule: decides when the output ends.

@@ -67,7 +67,6 @@ class PoolMap:
             `[layers, slots, *shape]` for states; `layers` counts the layers that have the tensor.
 
     Attributes:
-        spec: as given.
         pages: pool that owns slots -> layer -> memory of its pages, including pools that share the slots.
         states: layer -> memory of its states; empty for a model without recurrent or compressing layers.
         slots: pool that owns slots -> number of slots.

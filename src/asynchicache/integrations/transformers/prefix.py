@@ -28,9 +28,7 @@ class PrefixContext:
     """How a model uses a cache.
 
     Attributes:
-        calls: runs the model.
         bridge: knows the slots of requests.
-        page_size: tokens per page.
         piece: most tokens to reserve pages for at once, so that a window pool need not hold a whole prompt.
         has_states: whether the model keeps states.
         window_pages: pages of sliding windows that are kept at the end of a prefix; 0 without windows.

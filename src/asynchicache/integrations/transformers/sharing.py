@@ -38,7 +38,8 @@ class PromptSharing:
 
         Of equally many the longest; None if no waiting prompt shares that much.
         """
-        others = (other for other in self._waiting if _same_place(other, job))
+        place = (job.namespace, job.salt)
+        others = (other for other in self._waiting if (other.namespace, other.salt) == place)
         lengths = Counter(
             length for length in self._shared(job.prompt, islice(others, _LOOKED_AT)) if length > at
         )
@@ -50,10 +51,6 @@ class PromptSharing:
             most = min(len(prompt), len(other.prompt) - 1)
             common = common_tokens(prompt, other.prompt, most)
             yield common - common % self._page_size
-
-
-def _same_place(one: GenerationJob, other: GenerationJob) -> bool:
-    return (one.namespace, one.salt) == (other.namespace, other.salt)
 
 
 def common_tokens(one: array[int], other: array[int], most: int) -> int:

@@ -200,7 +200,6 @@ class Tracked:
     """A request of vLLM's.
 
     Attributes:
-        request: vLLM's request.
         hints: what it asks for.
         number: of its admission; a preempted request is admitted anew.
         lookup: what asks for its prefix; None before, and when it has ended.
