@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError
-from obstore.store import MemoryStore
+from obstore.store import LocalStore, MemoryStore
 
 from asynchicache.backends.compute import over_page
 from asynchicache.backends.object.claims import PageClaims
@@ -41,8 +41,8 @@ T = TypeVar("T")
 _CALL_BYTES = 64 << 20
 _MAX_PAGES = 160  # two groups, so that a call ends where one does
 _MAX_KEYS = 4096  # lists of groups run at once, as `requests` allows
-_PIECE_BYTES = 1 << 20
-"""Copied in one step of the loop; a tenth of a millisecond."""
+_PIECE_BYTES = 2 << 20
+"""Copied in one step of the loop; a fifth of a millisecond."""
 _DAY = 86_400.0
 _TOUCHED_GROUPS = 1 << 16
 _FRESH_SECONDS = 30.0
@@ -286,8 +286,8 @@ class ObjectEngine:
             stored = first.stored._replace(size=answer.meta["size"])
             if not stored.has_whole(first.number + len(keys) - 1, self._frame_bytes):
                 return [Outcome.CORRUPT] * len(keys)
-            async for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
-                done += _scatter(memoryview(piece), views, done)
+            async for piece in self._pieces(answer):
+                done += _scatter(piece, views, done)
         except FileNotFoundError:
             return [Outcome.MISS] * len(keys)
         except FAILURES as error:
@@ -305,6 +305,18 @@ class ObjectEngine:
         return await self._send(
             obstore.get_async, first.stored.path, options={"range": (start, start + size)}
         )
+
+    async def _pieces(self, answer: obstore.GetResult) -> AsyncIterator[memoryview]:
+        """The bytes of an answer. Of a file obstore streams 8 KiB at a time, each read in a thread, so pieces
+        of files are asked for one by one."""
+        if not isinstance(self._requests.store, LocalStore):
+            async for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
+                yield memoryview(piece)
+            return
+        path, (first, stop) = answer.meta["path"], answer.range
+        for start in range(first, stop, _PIECE_BYTES):
+            end = min(start + _PIECE_BYTES, stop)
+            yield memoryview(await self._send(obstore.get_range_async, path, start=start, end=end))
 
     async def _send(self, request: Callable[..., Awaitable[T]], *given: Any, **named: Any) -> T:
         """Send one request of obstore."""

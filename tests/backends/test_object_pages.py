@@ -106,6 +106,18 @@ async def test_states_far_apart_are_found_by_one_list(tmp_path: Path, index: boo
             assert await other.get(sparse, [3, 4, 5]) == [HIT] * 3
 
 
+@pytest.mark.parametrize("piece", [1000, FRAME_BYTES, 3 * FRAME_BYTES + 1])
+async def test_a_file_is_read_in_pieces_that_end_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    monkeypatch.setattr(object_engine, "_PIECE_BYTES", piece)
+    async with bench_at({"url": f"file://{tmp_path}"}) as bench:
+        keys = bench.keys(*range(1, 11))
+        assert await bench.put(keys, range(10)) == [STORED] * 10
+        assert await bench.get(keys, range(10, 20)) == [HIT] * 10
+        assert await bench.get(keys[3:8], range(20, 25)) == [HIT] * 5
+
+
 # Against a model that knows each page alone.
 
 

@@ -7,7 +7,7 @@ from hashlib import sha256
 
 from xxhash import xxh3_64_intdigest
 
-from asynchicache.hashing import NO_NAMESPACE, ObjectKey
+from asynchicache.hashing import NO_NAMESPACE, ObjectKey, naming_page, placed_pages
 from asynchicache.pools.host import HostPool
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.storage.binding import SlotBinding
@@ -41,9 +41,13 @@ class BenchPages:
         self._sums = [xxh3_64_intdigest(self.memory(index)) for index in range(pages)]
 
     def keys(self, round_number: int, indices: range | list[int]) -> list[ObjectKey]:
-        """Names unique to the round, so that every put stores a new page."""
-        names = (f"{self._run} {round_number} {index}" for index in indices)
-        return [self.binding.key(NO_NAMESPACE + sha256(name.encode()).digest()) for name in names]
+        """Names unique to the round, so that every put stores a new page: pages of one prompt."""
+        named = {*indices, *map(naming_page, indices)}
+        digests = {
+            index: NO_NAMESPACE + sha256(f"{self._run} {round_number} {index}".encode()).digest()
+            for index in named
+        }
+        return list(map(self.binding.placed_key, placed_pages(digests, indices)))
 
     def erase(self) -> None:
         """Overwrite every slot, so that only a read brings the pages back."""
