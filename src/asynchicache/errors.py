@@ -6,34 +6,6 @@ misuse by the caller, a full pool, or a storage or device that cannot be opened.
 
 from typing import Self
 
-__all__ = [
-    "AuditError",
-    "BusyError",
-    "CacheError",
-    "CallRefusedError",
-    "CapacityError",
-    "ClosedError",
-    "ConfigError",
-    "CopyEndedError",
-    "DeadlockError",
-    "DeviceError",
-    "InternalError",
-    "InvalidTokensError",
-    "LeaseWarning",
-    "RankError",
-    "RankLostError",
-    "RankProtocolError",
-    "RequestStateError",
-    "StorageError",
-    "StorageFormatError",
-    "StorageLockedError",
-    "TransferError",
-    "UnknownPoolError",
-    "UnsupportedModelError",
-    "UsageError",
-    "WireFormatError",
-]
-
 
 class CacheError(Exception):
     """Base class of all errors of this library."""

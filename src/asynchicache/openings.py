@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from asynchicache.errors import UsageError
@@ -54,12 +53,7 @@ class Opening(Generic[T]):
         self._opened = await self._started()
         return self._opened
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         if self._opened is not None:
             await self._opened.aclose()
 
@@ -99,13 +93,8 @@ class Blocking(Generic[Opened]):
     def __enter__(self) -> Opened:
         return self._inner.__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
-        return self._inner.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._inner.__exit__(*error)
 
     if not TYPE_CHECKING:
 

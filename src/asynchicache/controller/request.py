@@ -8,7 +8,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from asynchicache.controller.cache_parts import CacheParts
@@ -85,12 +84,7 @@ class BaseRequest:
         return self
 
     @phase()
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.close()
 
     if not TYPE_CHECKING:  # a type checker knows

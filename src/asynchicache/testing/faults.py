@@ -30,7 +30,26 @@ CALLS = ("exists", "get", "put", "delete", "clear", *OPTIONAL_VERBS)
 _REMEMBERED = 64  # recent pages of an engine that a swap may return instead
 
 
-class Persistent:
+class _WrappingBackend:
+    """A backend whose engines are wrapped, each once."""
+
+    def __init__(
+        self, kind: str, backend: StorageBackend, wrap: Callable[[PoolEngine, PoolBinding], PoolEngine]
+    ) -> None:
+        self.name = f"{kind}-{backend.name}"
+        self._backend = backend
+        self._wrap = wrap
+        self._wrapped: dict[PoolEngine, PoolEngine] = {}
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
+        engine = await self._backend.open_pool(binding)
+        return self._wrapped.setdefault(engine, self._wrap(engine, binding))
+
+    async def aclose(self) -> None:
+        await self._backend.aclose()
+
+
+class Persistent(_WrappingBackend):
     """A backend that retries FAILED pages until all succeed or `attempts` is reached.
 
     Wrapped around a `Faulty` with partial failures, it passes the conformance tests if the inner backend
@@ -41,17 +60,7 @@ class Persistent:
     """
 
     def __init__(self, backend: StorageBackend, attempts: int = 64) -> None:
-        self.name = f"persistent-{backend.name}"
-        self._backend = backend
-        self._attempts = attempts
-        self._wrapped: dict[PoolEngine, _PersistentEngine] = {}
-
-    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
-        engine = await self._backend.open_pool(binding)
-        return self._wrapped.setdefault(engine, _PersistentEngine(engine, self._attempts))
-
-    async def aclose(self) -> None:
-        await self._backend.aclose()
+        super().__init__("persistent", backend, lambda engine, _: _PersistentEngine(engine, attempts))
 
 
 class _PersistentEngine(EngineWrapper):
@@ -79,7 +88,7 @@ class _PersistentEngine(EngineWrapper):
         return outcomes
 
 
-class Latency:
+class Latency(_WrappingBackend):
     """A backend with added latency.
 
     Args:
@@ -91,19 +100,10 @@ class Latency:
     def __init__(
         self, backend: StorageBackend, call: float, page: float = 0.0, *, sleep: Sleep = asyncio.sleep
     ) -> None:
-        self.name = f"slow-{backend.name}"
-        self._backend = backend
+        super().__init__("slow", backend, lambda engine, _: _SlowEngine(engine, self._wait))
         self._call = call
         self._page = page
         self._sleep = sleep
-        self._wrapped: dict[PoolEngine, _SlowEngine] = {}
-
-    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
-        engine = await self._backend.open_pool(binding)
-        return self._wrapped.setdefault(engine, _SlowEngine(engine, self._wait))
-
-    async def aclose(self) -> None:
-        await self._backend.aclose()
 
     async def _wait(self, pages: int) -> None:
         await self._sleep(self._call + pages * self._page)
@@ -168,7 +168,7 @@ class FaultRates:
         return call in self.calls and (not self.pools or pool in self.pools)
 
 
-class Faulty:
+class Faulty(_WrappingBackend):
     """A backend with seeded faults.
 
     Its engines never claim to verify reads, even if the wrapped engines do, so the core checks every page.
@@ -189,16 +189,14 @@ class Faulty:
         late_seconds: float = 60.0,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        self.name = f"faulty-{backend.name}"
+        super().__init__("faulty", backend, lambda engine, binding: _FaultyEngine(engine, binding, self))
         self.rates = rates
         self.injected: Counter[str] = Counter()
         """How often what went wrong, by the name of its rate."""
-        self._backend = backend
         self._chance = chance
         self._late_seconds = late_seconds
         self._sleep = sleep
         self._hanging: list[asyncio.Event] = []
-        self._wrapped: dict[PoolEngine, _FaultyEngine] = {}
 
     @property
     def hanging(self) -> int:
@@ -211,13 +209,9 @@ class Faulty:
         for event in hanging:
             event.set()
 
-    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
-        engine = await self._backend.open_pool(binding)
-        return self._wrapped.setdefault(engine, _FaultyEngine(engine, binding, self))
-
     async def aclose(self) -> None:
         self.release()
-        await self._backend.aclose()
+        await super().aclose()
 
     def occurs(self, name: str) -> bool:
         """Decide whether the named fault happens now, and count it if so."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import torch
@@ -261,9 +260,7 @@ class Generation:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     if not TYPE_CHECKING:  # a type checker knows

@@ -97,9 +97,7 @@ class ChunkStore:
 
     async def load(self, keys: Sequence[bytes], rows: Sequence[int]) -> Moved:
         """Read chunk `i` into row `rows[i]`."""
-        return await self._move(
-            keys, lambda pool, places: pool.get(_pick(keys, places), _pick(rows, places)), Outcome.FAILED
-        )
+        return await self._move(keys, lambda pool, places: pool.get(_pick(keys, places), _pick(rows, places)))
 
     async def save(self, keys: Sequence[bytes], rows: Sequence[int]) -> Moved:
         """Store row `rows[i]` as chunk `i`, unless storage has it."""
@@ -112,7 +110,7 @@ class ChunkStore:
             outcomes.update(zip(new, stored, strict=True))
             return list(outcomes.values())
 
-        return await self._move(keys, put, Outcome.FAILED)
+        return await self._move(keys, put)
 
     async def aclose(self) -> bool:
         """Wait for running calls, up to a time limit, close the storage and release the rows. Idempotent.
@@ -128,14 +126,11 @@ class ChunkStore:
         return not any(pool.storage.running for pool in self.statistics.values() if not pool.staged)
 
     async def _move(
-        self,
-        keys: Sequence[bytes],
-        call: Callable[[PagePool, list[int]], Awaitable[list[Outcome]]],
-        bad: Outcome,
+        self, keys: Sequence[bytes], call: Callable[[PagePool, list[int]], Awaitable[list[Outcome]]]
     ) -> Moved:
         clock = asyncio.get_running_loop().time
         started = clock()
-        outcomes = await self._by_group(keys, call, default=bad)
+        outcomes = await self._by_group(keys, call, default=Outcome.FAILED)
         return Moved(outcomes, clock() - started)
 
     async def _by_group(
