@@ -71,9 +71,14 @@ class _RegisteredEngine(Generic[E]):
 
 
 class EngineRegistry(Generic[E]):
-    """Opens engines, and keeps them by pool, shard and fingerprint."""
+    """Opens engines, and keeps them by pool, shard and fingerprint.
 
-    def __init__(self) -> None:
+    Args:
+        backend: of which, for messages.
+    """
+
+    def __init__(self, backend: str = "storage backend") -> None:
+        self._backend = backend
         self._opened: dict[tuple[str, str, bytes], _RegisteredEngine[E]] = {}
         self._closed = False
 
@@ -85,8 +90,9 @@ class EngineRegistry(Generic[E]):
 
         Raises:
             StorageError: the pool is open with another binding.
-            ClosedError: the backend was closed meanwhile.
+            ClosedError: the backend is closed, or was meanwhile.
         """
+        self.check_open()
         identity = (binding.pool, binding.shard, binding.fingerprint)
         opened = await self._settled(identity)
         if opened is None or not opened.usable():
@@ -105,6 +111,14 @@ class EngineRegistry(Generic[E]):
                 raise ClosedError(f"the backend was closed while pool {identity[0]!r} was opened")
             opened = self._opened.get(identity)
         return opened
+
+    def check_open(self) -> None:
+        """
+        Raises:
+            ClosedError: the backend is closed.
+        """
+        if self._closed:
+            raise ClosedError(f"{self._backend} is closed")
 
     def usable(self) -> list[E]:
         """The engines that are open."""

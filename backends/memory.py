@@ -268,8 +268,7 @@ class MemoryBackend:
     def __init__(self, store: MemoryStore, *, checksum: bool = True) -> None:
         self.store = store
         self._checksum = checksum
-        self._engines: EngineRegistry[MemoryEngine] = EngineRegistry()
-        self._closed = False
+        self._engines: EngineRegistry[MemoryEngine] = EngineRegistry("memory backend")
 
     async def open_pool(self, binding: PoolBinding) -> MemoryEngine:
         """Open the engine of a pool.
@@ -278,8 +277,6 @@ class MemoryBackend:
             StorageError: the pool is already open with another binding.
             ClosedError: the backend is closed.
         """
-        if self._closed:
-            raise ClosedError("memory backend is closed")
         return await self._engines.open(binding, partial(self._open, binding))
 
     async def _open(self, binding: PoolBinding) -> MemoryEngine:
@@ -287,7 +284,6 @@ class MemoryBackend:
         return MemoryEngine(binding, self.store, checksum=self._checksum)
 
     async def aclose(self) -> None:
-        self._closed = True
         await self._engines.aclose()
 
     def __repr__(self) -> str:

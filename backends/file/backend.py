@@ -17,7 +17,7 @@ from asynchicache.backends.file.folder import Manifest, StoreFolder, settle
 from asynchicache.backends.file.segments import SegmentShape
 from asynchicache.backends.file.store import PoolStore
 from asynchicache.backends.options import BackendOptions
-from asynchicache.errors import ClosedError, StorageError
+from asynchicache.errors import StorageError
 from asynchicache.options import Positive, Share
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
@@ -73,8 +73,7 @@ class FileBackend:
             self._budget.add_closed(pool)
         self._dependencies = PoolDependencies()
         self._write_limits = WriteLimits.of(os.cpu_count() or 1)
-        self._engines: EngineRegistry[FileEngine] = EngineRegistry()
-        self._closed = False
+        self._engines: EngineRegistry[FileEngine] = EngineRegistry(f"file store {options.path}")
         self._closing: asyncio.Future[None] | None = None
 
     async def open_pool(self, binding: PoolBinding) -> FileEngine:
@@ -88,8 +87,6 @@ class FileBackend:
             UsageError: this process was forked from the one that opened the backend.
         """
         self._folder.check_process()
-        if self._closed:
-            raise ClosedError(f"file store {self._options.path} is closed")
         path = self._folder.pool_path(binding.pool, binding.shard, binding.fingerprint)
         return await self._engines.open(binding, partial(self._open, path, binding))
 
@@ -111,7 +108,6 @@ class FileBackend:
 
         The folder stays locked until the last write has ended, even if the caller is cancelled first.
         """
-        self._closed = True
         if self._folder.forked:
             for engine in self._engines.usable():
                 await engine.aclose()

@@ -22,7 +22,7 @@ from asynchicache.backends.hf3fs.metadata.words import NameStore
 from asynchicache.backends.hf3fs.options import Hf3fsOptions, Io
 from asynchicache.backends.hf3fs.posix import PosixPath
 from asynchicache.backends.hf3fs.usrbio import UsrbioPath, load_usrbio
-from asynchicache.errors import ClosedError, StorageError
+from asynchicache.errors import StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
@@ -51,8 +51,7 @@ class Hf3fsBackend:
         self._port = port
         self._usrbio = load_usrbio() if options.io is Io.USRBIO else None
         self._names = names_of(options, port)
-        self._engines: EngineRegistry[Hf3fsEngine] = EngineRegistry()
-        self._closed = False
+        self._engines: EngineRegistry[Hf3fsEngine] = EngineRegistry(f"hf3fs backend over {options.path}")
 
     async def open_pool(self, binding: PoolBinding) -> Hf3fsEngine:
         """Register the pool with the store of names, and open its file.
@@ -63,13 +62,10 @@ class Hf3fsBackend:
             StorageFormatError: the folder or the store holds incompatible data.
             ClosedError: the backend is closed.
         """
-        if self._closed:
-            raise ClosedError(f"hf3fs backend over {self._options.path} is closed")
         name = namespace_name(binding)
         return await self._engines.open(binding, partial(self._open, name, binding))
 
     async def aclose(self) -> None:
-        self._closed = True
         await self._engines.aclose()
         await self._names.aclose()
 

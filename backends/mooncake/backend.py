@@ -16,7 +16,6 @@ from asynchicache.backends.mooncake.large_calls import LARGE_BYTES
 from asynchicache.backends.mooncake.options import MooncakeOptions
 from asynchicache.backends.mooncake.slots import RegisteredMemory, RegisteredSlots
 from asynchicache.backends.mooncake.store import MooncakeClient, MooncakeStore
-from asynchicache.errors import ClosedError
 from asynchicache.hashing import DIGEST_BYTES
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
@@ -43,9 +42,10 @@ class MooncakeBackend:
         self._threads = ThreadPoolExecutor(options.threads, "asynchicache-mooncake")
         self._lookups = ThreadPoolExecutor(options.threads, "asynchicache-mooncake-lookups")
         self._joining: asyncio.Task[MooncakeClient] | None = None
-        self._engines: EngineRegistry[MooncakeEngine] = EngineRegistry()
+        self._engines: EngineRegistry[MooncakeEngine] = EngineRegistry(
+            f"mooncake backend of {options.master}"
+        )
         self._fingerprints: dict[str, bytes] = {}  # of the pools that were opened last
-        self._closed = False
         self._memory: RegisteredMemory | None = None
 
     async def open_pool(self, binding: PoolBinding) -> MooncakeEngine:
@@ -56,7 +56,6 @@ class MooncakeBackend:
                 not answer, or Mooncake refuses the options or the memory.
             ClosedError: the backend is closed.
         """
-        self._check_open()
         return await self._engines.open(binding, partial(self._open, binding))
 
     async def clear(self) -> int:
@@ -83,19 +82,14 @@ class MooncakeBackend:
             StorageError: as `open_pool`.
             ClosedError: as `open_pool`.
         """
-        self._check_open()
+        self._engines.check_open()
         return await self._join()
 
     async def aclose(self) -> None:
-        self._closed = True
         await self._engines.aclose()
         await self._leave()
         self._threads.shutdown(wait=False)
         self._lookups.shutdown(wait=False)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"mooncake backend of {self._options.master} is closed")
 
     async def _open(self, binding: PoolBinding) -> MooncakeEngine:
         client = await self._join()

@@ -24,7 +24,7 @@ from asynchicache.backends.redis.wire import (
     RespReply,
     Wire,
 )
-from asynchicache.errors import ClosedError, StorageError, StorageFormatError
+from asynchicache.errors import StorageError, StorageFormatError
 from asynchicache.hashing import DIGEST_BYTES
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import PoolBinding
@@ -54,9 +54,8 @@ class RedisBackend:
         self._caller = Caller(options, port)
         self._turn = asyncio.Lock()
         self._marker = f"{options.namespace}:FORMAT".encode()
-        self._engines: EngineRegistry[RedisEngine] = EngineRegistry()
+        self._engines: EngineRegistry[RedisEngine] = EngineRegistry(f"redis backend of {options.server}")
         self._policy_checked = False
-        self._closed = False
 
     async def open_pool(self, binding: PoolBinding) -> RedisEngine:
         """Reach the server, and check that the namespace is ours.
@@ -68,8 +67,6 @@ class RedisBackend:
             StorageFormatError: the namespace holds foreign data, or pages of a newer format.
             ClosedError: the backend is closed.
         """
-        if self._closed:
-            raise ClosedError(f"redis backend of {self._options.server} is closed")
         return await self._engines.open(binding, partial(self._open, binding))
 
     async def _open(self, binding: PoolBinding) -> RedisEngine:
@@ -144,7 +141,6 @@ class RedisBackend:
         await self._check_format()
 
     async def aclose(self) -> None:
-        self._closed = True
         await self._engines.aclose()
         await self._caller.aclose()
 
