@@ -1,7 +1,8 @@
 """What `make clients-e2e` runs: clients that others wrote, pinned and unchanged, and `asynchicache serve`.
 
 openai, lm-eval and guidellm have an environment of their own below `.clients`, installed once from a pinned
-list. The benchmarks of vLLM and SGLang run in the environments of `make engines-e2e`.
+list. The benchmarks of vLLM and SGLang run in the environments of `make engines-e2e`; the one of vLLM that no
+wheel holds comes from vLLM's source archive.
 """
 # ruff: noqa: S603, T201  # it runs our own commands, and prints for people
 
@@ -13,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import venv
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,21 +27,35 @@ ROOT = Path(__file__).parents[1]
 SUITE = ROOT / "tests" / "clients"
 FOLDER = ROOT / ".clients"
 REQUIREMENTS = ROOT / "scripts" / "clients.txt"
-FOR_SGLANG = ROOT / "scripts" / "clients-sglang.txt"
+FOR_BENCHMARKS = ROOT / "scripts" / "clients-benchmarks.txt"
 
 
 def make_environment(folder: Path) -> None:
     """Install the clients' packages, once for each state of the lists; pip must add no builds for CUDA."""
-    wanted = hashlib.sha256(REQUIREMENTS.read_bytes() + FOR_SGLANG.read_bytes()).hexdigest()
+    wanted = hashlib.sha256(REQUIREMENTS.read_bytes() + FOR_BENCHMARKS.read_bytes()).hexdigest()
     stamp = folder / "venv" / ".installed"
     if ready(stamp, wanted):
         return
     print(f"installing {REQUIREMENTS.name} into {folder / 'venv'}, 1.5 GB; this takes minutes", flush=True)
     venv.create(folder / "venv", with_pip=True, clear=True)
     pip(folder, "install", "--no-deps", "--requirement", str(REQUIREMENTS))
-    more = ("--upgrade", "--target", str(folder / "sglang"), "--requirement", str(FOR_SGLANG))
+    more = ("--upgrade", "--target", str(folder / "benchmarks"), "--requirement", str(FOR_BENCHMARKS))
     pip(folder, "install", "--no-deps", *more)
     stamp.write_text(wanted)
+
+
+def fetch_multi_turn(folder: Path) -> Path:
+    """The folder `benchmarks/multi_turn` of vLLM's source archive, of the installed version."""
+    engine = next(engine for engine in engines_e2e.ENGINES if engine.name == "vllm")
+    title = f"vllm-{engine.version}"
+    found = folder / title / "benchmarks" / "multi_turn"
+    if not found.exists():
+        command = ["-m", "unearth", "--no-binary", "--download", folder, f"vllm=={engine.version}"]
+        subprocess.run([python_of(folder), *command], check=True, stdout=subprocess.DEVNULL)
+        with tarfile.open(folder / f"{title}.tar.gz") as archive:
+            members = [name for name in archive.getmembers() if "/benchmarks/multi_turn/" in name.name]
+            archive.extractall(folder, members, filter="data")
+    return found
 
 
 def engine_client(folder: Path, name: str, more: Path) -> dict[str, object]:
@@ -70,8 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     clients: dict[str, object] = {
         "packages": {"python": str(python_of(folder)), "environment": os.environ | quiet},
-        "vllm": engine_client(options.engines.resolve(), "vllm", folder / "none"),
-        "sglang": engine_client(options.engines.resolve(), "sglang", folder / "sglang"),
+        "vllm": engine_client(options.engines.resolve(), "vllm", folder / "benchmarks"),
+        "sglang": engine_client(options.engines.resolve(), "sglang", folder / "benchmarks"),
+        "multi_turn": str(fetch_multi_turn(folder) / "benchmark_serving_multi_turn.py"),
     }
     if options.install:
         return 0

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +48,9 @@ class Served(NamedTuple):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = ending_as_its_tokenizer(save_checkpoint(tmp_path_factory.mktemp("served") / "model"))
+    # Greedy by default: a client takes an answer for rejected if its first token, by chance, ends the text.
+    defaults = model / "generation_config.json"
+    defaults.write_text(json.dumps(json.loads(defaults.read_text()) | {"temperature": 0.001}))
     command = [
         sys.executable,
         "-m",
@@ -127,6 +131,41 @@ def test_sglang_bench_serving_reports_what_was_cached(served: Served, tmp_path: 
     reported = number("Total cached tokens", output)
     assert 0 < reported <= served.counted("cached") - before, "its warm-up is no part of the report"
     assert number("Device", output) == reported
+
+
+def test_sglang_conversations_in_rounds(served: Served, tmp_path: Path) -> None:
+    before = served.counted("cached")
+    output = ran("sglang", [HERE / "sglang_multiturn.py", served.url, served.model], tmp_path)
+    turns = json.loads(output.splitlines()[-1])
+    for answer in chain.from_iterable(turns):
+        assert (answer["success"], answer["error"], answer["generated_len"]) == (True, "", 8), answer
+    for earlier, later in pairwise(turns):
+        for was, now in zip(earlier, later, strict=True):
+            assert was["cached_tokens"] < now["cached_tokens"] <= now["prompt_len"]
+    told = sum(answer["cached_tokens"] for answer in chain.from_iterable(turns))
+    assert told == served.counted("cached") - before
+
+
+@pytest.mark.parametrize("flags", ["", "--send-conversation-id"])
+def test_vllm_benchmark_serving_multi_turn(served: Served, tmp_path: Path, flags: str) -> None:
+    """Conversations as people shared them: what the model answers is not what the next turn repeats."""
+    told = "a cache keeps what a model has computed, and brings it back before it is needed"
+    turns = [{"role": ("user", "assistant")[n % 2], "content": f"turn {n}: {told}"} for n in range(6)]
+    names = [f"conversation-{n}{flags}" for n in range(3)]
+    given = [{"id": name, "messages": [{"role": "user", "content": name}, *turns[1:]]} for name in names]
+    (tmp_path / "given.json").write_text(json.dumps(given))
+    command = (
+        f"{CLIENTS['multi_turn']} --input-file given.json --model {served.model} --url {served.url} "
+        f"--num-clients 2 --limit-min-tokens 6 --limit-max-tokens 6 --no-early-stop "
+        f"--stats-json-output told.json {flags}"
+    )
+    before = served.counted("cached")
+    output = ran("vllm", command.split(), tmp_path)
+    requests = json.loads((tmp_path / "told.json").read_text())
+    assert sorted((each["conversation_id"], each["input_num_turns"]) for each in requests) == sorted(
+        (name, length) for name in names for length in (1, 3, 5)
+    ), output
+    assert served.counted("cached") > before
 
 
 def test_what_sglang_bench_multiturn_does_between_its_rates(served: Served, tmp_path: Path) -> None:

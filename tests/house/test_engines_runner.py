@@ -38,7 +38,7 @@ def test_every_engine_has_tests_and_a_pinned_list_of_packages(runner: ModuleType
         assert any(re.match(rf"{engine.name}(-cpu)?=={engine.version}\b", line) for line in lines), engine
 
 
-@pytest.mark.parametrize("name", ["clients.txt", "clients-sglang.txt"])
+@pytest.mark.parametrize("name", ["clients.txt", "clients-benchmarks.txt"])
 def test_every_client_is_pinned_and_the_page_names_its_version(name: str) -> None:
     lines = [line for line in (SCRIPTS / name).read_text().splitlines() if line[0] != "#"]
     assert all(re.fullmatch(r"[\w.-]+==\S+", line) for line in lines)
