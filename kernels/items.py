@@ -88,59 +88,10 @@ class PoolItems:
             tuple(rows),
         )
 
-    @property
-    def word(self) -> torch.dtype:
-        return self.host[0].dtype
-
     def span(self, start: int, stop: int) -> range:
         """The rows of layers `start` to `stop - 1` of the model, as indices."""
         first, last = (bisect_left(self.rows, layer, key=lambda row: row.layer) for layer in (start, stop))
         return range(first, last)
-
-    def check_slots(self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
-        """
-        Raises:
-            UsageError: slots that are not int64 `[pages]`, of different lengths, or rows out of range.
-        """
-        for name, slots in (("host", host_slots), ("device", device_slots)):
-            if slots.dtype != torch.int64 or slots.dim() != 1 or not slots.is_contiguous():
-                raise UsageError(
-                    f"{name} slots are {slots.dtype} {tuple(slots.shape)}; int64 [pages], contiguous"
-                )
-        if len(host_slots) != len(device_slots):
-            raise UsageError(f"{len(host_slots)} host slots for {len(device_slots)} device slots")
-        if rows.step != 1 or not 0 <= rows.start <= rows.stop <= len(self.rows):
-            raise UsageError(f"{rows} are no rows of 0 to {len(self.rows) - 1}")
-
-    def check_values(self, host_slots: torch.Tensor, device_slots: torch.Tensor, written: str) -> None:
-        """Check that slots exist and are written once. Synchronizes with a GPU that holds them, where a slot
-        that does not exist would be an illegal access.
-
-        Args:
-            host_slots: int64 `[pages]`.
-            device_slots: int64 `[pages]`.
-            written: which of both are written, `host` or `device`.
-
-        Raises:
-            UsageError: a slot that does not exist, or one that is written twice.
-        """
-        for name, items, slots in (("host", self.host, host_slots), ("device", self.device, device_slots)):
-            _check_in_range(name, items[0].shape[1], slots)
-            if name == written:
-                _check_unique(name, slots)
-
-
-def _check_in_range(name: str, there: int, slots: torch.Tensor) -> None:
-    wrong = slots[(slots < 0) | (slots >= there)]
-    if len(wrong):
-        raise UsageError(f"{name} slot {int(wrong[0])} is not there; slots are 0 to {there - 1}")
-
-
-def _check_unique(name: str, slots: torch.Tensor) -> None:
-    ordered = slots.sort().values
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if len(twice):
-        raise UsageError(f"{name} slot {int(twice[0])} is written twice; copies have no order")
 
 
 def _check_pair(index: int, host: torch.Tensor, device: torch.Tensor) -> None:

@@ -21,52 +21,17 @@ class ReferenceKernels:
     def __init__(self, items: PoolItems) -> None:
         self._items = items
 
-    def gather(self, rows: range, device_slots: torch.Tensor, host_slots: torch.Tensor) -> None:
-        """Copy device pages to host pages, `device_slots[i]` to `host_slots[i]`.
-
-        Args:
-            rows: which rows of the pool's items.
-            device_slots: int64 `[pages]`.
-            host_slots: int64 `[pages]`, without duplicates.
-
-        Raises:
-            UsageError: slots or rows of another form; slots that do not exist or are written twice.
-        """
-        self._items.check_slots(rows, host_slots, device_slots)
-        self._items.check_values(host_slots, device_slots, "host")
-        self._move(rows, host_slots, device_slots, to_device=False)
-
-    def scatter(self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
-        """Copy host pages to device pages, `host_slots[i]` to `device_slots[i]`.
-
-        Args:
-            rows: which rows of the pool's items.
-            host_slots: int64 `[pages]`.
-            device_slots: int64 `[pages]`, without duplicates.
-
-        Raises:
-            UsageError: slots or rows of another form; slots that do not exist or are written twice.
-        """
-        self._items.check_slots(rows, host_slots, device_slots)
-        self._items.check_values(host_slots, device_slots, "device")
-        self._move(rows, host_slots, device_slots, to_device=True)
-
     def copy(
         self, rows: range, host_slots: int, device_slots: int, pages: int, *, to_device: bool, stream: int
     ) -> None:
         """Copy pages on this thread; see `asynchicache.kernels.select.PageKernels`."""
-        host, device = (_numbers_at(address, pages) for address in (host_slots, device_slots))
-        self._move(rows, host, device, to_device=to_device)
-
-    def _move(
-        self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, *, to_device: bool
-    ) -> None:
+        on_host, on_device = (_numbers_at(address, pages) for address in (host_slots, device_slots))
         for tensor, layers in self._spans(rows):
             host, device = self._items.host[tensor][layers], self._items.device[tensor][layers]
             if to_device:
-                copy_pages(host, device, host_slots, device_slots)
+                copy_pages(host, device, on_host, on_device)
             else:
-                copy_pages(device, host, device_slots, host_slots)
+                copy_pages(device, host, on_device, on_host)
 
     def _spans(self, rows: range) -> Iterator[tuple[int, slice]]:
         """Rows by tensor; rows that are neighbours in the model are neighbours in each tensor."""

@@ -44,7 +44,7 @@ class CopyMethods:
     """Methods besides plain copies.
 
     Attributes:
-        kernels: gather and scatter, or None.
+        kernels: copies many pages by their slots, or None.
         batch: copies batches of runs, or None.
         lacking: why a method is None, by its name.
     """

@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from asynchicache.cuda_driver import CudaDriver
-from asynchicache.errors import DeviceError, UsageError
+from asynchicache.errors import DeviceError
 from asynchicache.kernels.items import LayerRow, PoolItems
 from asynchicache.kernels.pointers import HostPointers, shared_address
 
@@ -285,31 +285,6 @@ class TritonKernels:
                     *(row.width, wanted, row.host, row.device, wanted),
                 )
                 return
-
-    def gather(self, rows: range, device_slots: torch.Tensor, host_slots: torch.Tensor) -> None:
-        """`ReferenceKernels.gather` on the current stream, with slots on the device."""
-        self._check(rows, host_slots, device_slots, "host")
-        self._copy(rows, host_slots, device_slots, to_device=False)
-
-    def scatter(self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
-        """`ReferenceKernels.scatter` on the current stream, with slots on the device."""
-        self._check(rows, host_slots, device_slots, "device")
-        self._copy(rows, host_slots, device_slots, to_device=True)
-
-    def _check(self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, written: str) -> None:
-        self._items.check_slots(rows, host_slots, device_slots)
-        if host_slots.device != self._device or device_slots.device != self._device:
-            raise UsageError(
-                f"slots lie on {host_slots.device} and {device_slots.device}, not on {self._device}"
-            )
-        self._items.check_values(host_slots, device_slots, written)
-
-    def _copy(
-        self, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, *, to_device: bool
-    ) -> None:
-        stream = 0 if self._device.type == "cpu" else torch.cuda.current_stream(self._device).cuda_stream
-        addresses = host_slots.data_ptr(), device_slots.data_ptr()
-        self.copy(rows, *addresses, len(host_slots), to_device=to_device, stream=stream)
 
     def copy(
         self, rows: range, host_slots: int, device_slots: int, pages: int, *, to_device: bool, stream: int

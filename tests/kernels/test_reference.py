@@ -31,8 +31,15 @@ def _pool(layout: HostLayout) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return host, [_bytes(one.layers, DEVICE_SLOTS, one.units, one.unit_bytes, seed=1) for one in strides]
 
 
+def _copy(
+    items: PoolItems, rows: range, host_slots: torch.Tensor, device_slots: torch.Tensor, *, to_device: bool
+) -> None:
+    addresses = host_slots.data_ptr(), device_slots.data_ptr()
+    ReferenceKernels(items).copy(rows, *addresses, len(host_slots), to_device=to_device, stream=0)
+
+
 @pytest.mark.parametrize("layout", list(HostLayout))
-def test_gather_copies_each_page_of_the_rows(layout: HostLayout) -> None:
+def test_pages_of_the_rows_are_copied_to_the_host(layout: HostLayout) -> None:
     host, device = _pool(layout)
     expected = [items.clone() for items in host]
     for device_slot, host_slot in ((6, 0), (0, 5), (3, 2)):
@@ -40,57 +47,23 @@ def test_gather_copies_each_page_of_the_rows(layout: HostLayout) -> None:
         expected[1][0, host_slot] = device[1][0, device_slot]
     items = PoolItems.of(host, device, LAYERS)
 
-    ReferenceKernels(items).gather(items.span(1, 3), torch.tensor([6, 0, 3]), torch.tensor([0, 5, 2]))
+    _copy(items, items.span(1, 3), torch.tensor([0, 5, 2]), torch.tensor([6, 0, 3]), to_device=False)
 
     assert all(torch.equal(found, wanted) for found, wanted in zip(host, expected, strict=True))
 
 
 @pytest.mark.parametrize("layout", list(HostLayout))
-def test_scatter_undoes_gather(layout: HostLayout) -> None:
+def test_a_copy_back_undoes_a_copy(layout: HostLayout) -> None:
     host, device = _pool(layout)
     back = [torch.zeros_like(items) for items in device]
     device_slots, host_slots = torch.tensor([1, 5, 2]), torch.tensor([4, 0, 3])
 
-    items = PoolItems.of(host, device, LAYERS)
-    ReferenceKernels(items).gather(range(3), device_slots, host_slots)
-    ReferenceKernels(PoolItems.of(host, back, LAYERS)).scatter(range(3), host_slots, device_slots)
+    _copy(PoolItems.of(host, device, LAYERS), range(3), host_slots, device_slots, to_device=False)
+    _copy(PoolItems.of(host, back, LAYERS), range(3), host_slots, device_slots, to_device=True)
 
     for found, original in zip(back, device, strict=True):
         assert torch.equal(found[:, device_slots], original[:, device_slots])
         assert not found[:, [0, 3, 4, 6]].any()
-
-
-WRONG = [
-    ([0, 6], [0, 1], "host slot 6 is not there; slots are 0 to 5"),
-    ([0, -1], [0, 1], "host slot -1 is not there"),
-    ([0, 1], [0, 7], "device slot 7 is not there; slots are 0 to 6"),
-    ([0, 1], [-2, 1], "device slot -2 is not there"),
-]
-
-
-@pytest.mark.parametrize(("host_slots", "device_slots", "message"), WRONG)
-def test_slots_that_are_not_there_are_refused(
-    host_slots: list[int], device_slots: list[int], message: str
-) -> None:
-    kernels = ReferenceKernels(PoolItems.of(*_pool(HostLayout.LAYER_FIRST), LAYERS))
-    host, device = torch.tensor(host_slots), torch.tensor(device_slots)
-
-    with pytest.raises(UsageError, match=message):
-        kernels.gather(range(3), device, host)
-    with pytest.raises(UsageError, match=message):
-        kernels.scatter(range(3), host, device)
-
-
-def test_slots_that_are_written_twice_are_refused() -> None:
-    kernels = ReferenceKernels(PoolItems.of(*_pool(HostLayout.LAYER_FIRST), LAYERS))
-    twice, once = torch.tensor([3, 1, 3]), torch.tensor([0, 1, 2])
-
-    with pytest.raises(UsageError, match="host slot 3 is written twice"):
-        kernels.gather(range(3), once, twice)
-    with pytest.raises(UsageError, match="device slot 3 is written twice"):
-        kernels.scatter(range(3), once, twice)
-    kernels.gather(range(3), twice, once)
-    kernels.scatter(range(3), twice, once)
 
 
 def test_rows_are_in_the_order_of_the_models_layers() -> None:
@@ -165,7 +138,7 @@ def test_units_that_follow_one_another_become_one() -> None:
     items = PoolItems.of([memory], [memory.clone()])
 
     assert items.host[0].shape == (2, 4, 1, 3)
-    assert items.word is torch.int64
+    assert items.host[0].dtype is torch.int64
 
 
 @pytest.mark.parametrize(

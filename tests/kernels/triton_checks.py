@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from asynchicache.cuda_driver import CudaDriver
-from asynchicache.errors import DeviceError, UsageError
+from asynchicache.errors import DeviceError
 from asynchicache.kernels.items import PoolItems
 from asynchicache.kernels.pointers import HostPointers, SamePointers
 from asynchicache.kernels.reference import ReferenceKernels
+from asynchicache.kernels.select import PageKernels
 from asynchicache.kernels.triton_copy import LANES, CudaLaunch, TritonKernels, interpreted
 from asynchicache.layouts import POISON, HostLayout, SlotLayout
 from asynchicache.specs import PoolSpec, TensorSpec
@@ -95,7 +96,7 @@ def _all_and_each(items: PoolItems) -> list[range]:
 
 @pytest.mark.parametrize("layout", list(HostLayout))
 @pytest.mark.parametrize("name", POOLS)
-def test_gather_equals_reference(name: str, layout: HostLayout) -> None:
+def test_copies_to_the_host_equal_the_reference(name: str, layout: HostLayout) -> None:
     spec, page_size, pages = _case(name)
     place, slots = SlotLayout.of(spec, page_size, layout), pages + 3
     poison = torch.full((place.nbytes(slots),), POISON, dtype=torch.uint8)
@@ -110,16 +111,15 @@ def test_gather_equals_reference(name: str, layout: HostLayout) -> None:
     for rows in _all_and_each(items):
         for views in (wanted, found):
             views[0].untyped_storage().fill_(POISON)
-        reference.gather(rows, device_slots, host_slots)
-        kernels.gather(rows, device_slots.to(DEVICE), host_slots.to(DEVICE))
-        _synchronize()
+        _copy(reference, rows, host_slots, device_slots, to_device=False)
+        _copy(kernels, rows, host_slots.to(DEVICE), device_slots.to(DEVICE), to_device=False)
 
         assert torch.equal(_whole(found), _whole(wanted))
 
 
 @pytest.mark.parametrize("layout", list(HostLayout))
 @pytest.mark.parametrize("name", POOLS)
-def test_scatter_equals_reference(name: str, layout: HostLayout) -> None:
+def test_copies_to_the_device_equal_the_reference(name: str, layout: HostLayout) -> None:
     spec, page_size, pages = _case(name)
     place, slots = SlotLayout.of(spec, page_size, layout), pages + 3
     host = _host(spec, place, slots, _noise(place.nbytes(slots), torch.Generator().manual_seed(4)))
@@ -134,9 +134,8 @@ def test_scatter_equals_reference(name: str, layout: HostLayout) -> None:
     for rows in _all_and_each(items):
         for tensor in (*wanted, *found):
             tensor.fill_(POISON)
-        reference.scatter(rows, host_slots, device_slots)
-        kernels.scatter(rows, host_slots.to(DEVICE), device_slots.to(DEVICE))
-        _synchronize()
+        _copy(reference, rows, host_slots, device_slots, to_device=True)
+        _copy(kernels, rows, host_slots.to(DEVICE), device_slots.to(DEVICE), to_device=True)
 
         assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, wanted, strict=True))
 
@@ -149,8 +148,7 @@ def test_addresses_beyond_32_bits_are_reached() -> None:
     device = torch.zeros(1, 1, 1, words, dtype=torch.uint8, device=DEVICE)
     kernels = _kernels(PoolItems.of([host], [device]))
 
-    kernels.scatter(range(1), torch.tensor([1]).to(DEVICE), torch.tensor([0]).to(DEVICE))
-    _synchronize()
+    _copy(kernels, range(1), torch.tensor([1]).to(DEVICE), torch.tensor([0]).to(DEVICE), to_device=True)
 
     assert (device == 7).all()
 
@@ -184,43 +182,9 @@ def test_no_pages_copy_nothing() -> None:
     kernels = _kernels(PoolItems.of([host], [device]))
     none = torch.empty(0, dtype=torch.int64).to(DEVICE)
 
-    kernels.scatter(range(1), none, none)
-    _synchronize()
+    _copy(kernels, range(1), none, none, to_device=True)
 
     assert (device == 9).all()
-
-
-@pytest.mark.parametrize(
-    ("slots", "rows", "message"),
-    [
-        (torch.tensor([0], dtype=torch.int32), range(1), "int64"),
-        (torch.tensor([[0]]), range(1), "int64"),
-        (torch.tensor([0, 1]), range(1), "2 host slots for 1 device slots"),
-        (torch.tensor([0]), range(2), "are no rows"),
-    ],
-)
-def test_slots_of_another_form_are_refused(slots: torch.Tensor, rows: range, message: str) -> None:
-    host = torch.zeros(1, 2, 1, 8, dtype=torch.uint8, pin_memory=not INTERPRETED)
-    kernels = _kernels(PoolItems.of([host], [host.to(DEVICE)]))
-
-    with pytest.raises(UsageError, match=message):
-        kernels.scatter(rows, slots.to(DEVICE), torch.tensor([0]).to(DEVICE))
-
-
-def test_slots_that_are_not_there_or_written_twice_are_refused() -> None:
-    host = torch.zeros(1, 3, 1, 8, dtype=torch.uint8, pin_memory=not INTERPRETED)
-    kernels = _kernels(PoolItems.of([host], [host.to(DEVICE)]))
-    good, high, twice = (torch.tensor(slots).to(DEVICE) for slots in ([0, 1], [0, 3], [2, 2]))
-
-    for host_slots, device_slots, message in (
-        (high, good, "host slot 3 is not there; slots are 0 to 2"),
-        (good, high, "device slot 3 is not there"),
-        (good, twice, "device slot 2 is written twice"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            kernels.scatter(range(1), host_slots, device_slots)
-    with pytest.raises(UsageError, match="host slot 2 is written twice"):
-        kernels.gather(range(1), good, twice)
 
 
 def _whole(views: list[torch.Tensor]) -> torch.Tensor:
@@ -228,6 +192,17 @@ def _whole(views: list[torch.Tensor]) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(views[0].untyped_storage())
 
 
-def _synchronize() -> None:
+def _copy(
+    kernels: PageKernels,
+    rows: range,
+    host_slots: torch.Tensor,
+    device_slots: torch.Tensor,
+    *,
+    to_device: bool,
+) -> None:
+    """Copy pages, and wait until they are there."""
+    stream = 0 if INTERPRETED else torch.cuda.current_stream().cuda_stream
+    addresses = host_slots.data_ptr(), device_slots.data_ptr()
+    kernels.copy(rows, *addresses, len(host_slots), to_device=to_device, stream=stream)
     if not INTERPRETED:
         torch.cuda.synchronize()
