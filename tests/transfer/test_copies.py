@@ -197,7 +197,7 @@ def test_a_path_is_chosen_by_the_length_of_runs(operation: Callable[..., CacheOp
 
     def path(sources: list[int], destinations: list[int], direction: Direction = Direction.LOAD) -> CopyPath:
         wish = operation(direction, kv=(sources, destinations))
-        return copier.path(merge([wish], {"kv": memory.extent}, 3, None), "kv")
+        return copier.prepare(merge([wish], {"kv": memory.extent}, 3, None)).paths["kv"]
 
     assert path(pages, pages) is CopyPath.BATCH  # one long run a layer
     assert path(pages, pages[::-1]) is CopyPath.KERNEL

@@ -393,7 +393,7 @@ class Prefetcher:
         """Match again, with what has arrived of what is read for a request."""
         prefetch = self._open.get(request)
         if prefetch is None:
-            self._planner.rematch(request, prefetched=self._prefetches.was_read_for(request))
+            self._match_again(request)
         else:
             self._settle(prefetch)
 

@@ -254,7 +254,7 @@ class LoadPlanner:
         locked = request.lease.locked
         if node.parent is not None and (node, FULL_DEVICE) not in locked:
             self._tree.lock_for(locked, node, FULL_DEVICE)
-        self._tree.keep_windows(request.lease, Tier.DEVICE)
+        self._tree.keep_windows(request.lease)
 
     def on_device(self, node: Node) -> Locks:
         """Locks for what a prefix ending at `node` has on the device, so that it is not evicted."""

@@ -6,9 +6,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from asynchicache.errors import CacheError, StorageError
+from asynchicache.openings import AsyncClosable
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +21,6 @@ raise one while backend code runs."""
 
 GRACE_SECONDS = 1.0
 """How long to wait for a cancelled call to end before abandoning it."""
-
-
-class Closable(Protocol):
-    """A backend, or an engine of one."""
-
-    async def aclose(self) -> None: ...
 
 
 async def with_deadline(
@@ -89,7 +84,7 @@ def as_storage_error(what: str) -> Iterator[None]:
         raise StorageError(f"{what} failed: {error!r}") from error
 
 
-async def close(closable: Closable, seconds: float, what: str) -> None:
+async def close(closable: AsyncClosable, seconds: float, what: str) -> None:
     """Close `closable` within `seconds`. A failure is logged, not raised, so that closing continues."""
     try:
         await with_deadline(closable.aclose(), seconds, f"closing {what}")

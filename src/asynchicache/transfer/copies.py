@@ -213,10 +213,6 @@ class PageCopier:
         if held:
             _launch(stream, held)
 
-    def path(self, plan: TransferPlan, pool: str) -> CopyPath:
-        """The path that the pages of a pool take in a plan."""
-        return self.prepare(plan).paths[pool]
-
 
 def _no_batches(batch: RunBatch, stream: int) -> None:
     raise InternalError("a path that is not there was chosen")

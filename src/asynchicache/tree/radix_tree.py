@@ -915,14 +915,14 @@ class UnifiedRadixTree:
         old = [i for i, (_, place) in enumerate(locked) if place not in kept]
         for held, place in self._anchors(node):
             self.lock_for(locked, held, place)
-        self.keep_windows(lease, Tier.DEVICE)
+        self.keep_windows(lease)
         for index in reversed(old):
             self.unlock_for(locked, index)
 
-    def keep_windows(self, lease: PathLease, tier: Tier) -> None:
-        """Have a lease keep, in one tier, the windows that its end needs."""
+    def keep_windows(self, lease: PathLease) -> None:
+        """Have a lease keep, on the device, the windows that its end needs."""
         for component in self.windows:
-            place = place_of(component.id, tier)
+            place = place_of(component.id, Tier.DEVICE)
             for part in component.needs(lease.node):
                 if part.residency[place] != ABSENT and (part, place) not in lease.locked:
                     self.lock_for(lease.locked, part, place)

@@ -33,7 +33,7 @@ from asynchicache.integrations.sglang.linker_seam import (
     UnifiedCacheLinker,
     follow_paths,
 )
-from asynchicache.integrations.sglang.options import RankIdentity, path_of_rank
+from asynchicache.integrations.sglang.options import RankIdentity, path_of_rank, text_of
 from asynchicache.integrations.sglang.waiting import hold_requests
 from asynchicache.integrations.sglang.weights import follow_weights
 from asynchicache.transfer.ticket import Ticket
@@ -153,7 +153,7 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         """Return the lengths, in pages behind those on the device, that host memory can restore."""
-        keys = next(each.keys for each in transfers if _text(each.name) == FULL)
+        keys = next(each.keys for each in transfers if text_of(each.name) == FULL)
         before, self._before = self._before, []
         arrives, self._arriving = rid == self._arriving, ""
         path, weights = [*before, *_keys(keys)], self._weights.name()
@@ -178,7 +178,7 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         known = None if rid in self._queued else self._bridge.call(_now(self._linked.claim, rid))
         if known is None:
             return False
-        named = {_text(each.name): each for each in transfers}
+        named = {text_of(each.name): each for each in transfers}
         self._queued[rid] = (
             known + len(named[FULL].keys),
             {name: each.device_indices for name, each in named.items()},
@@ -245,7 +245,7 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Copy the pages of a node to host memory, and from there to storage, in the background."""
         keys, table = self._path
         self._path = ([], None)
-        named = {_text(each.name): each.device_indices for each in transfers}
+        named = {text_of(each.name): each.device_indices for each in transfers}
         if not keys or FULL not in named:
             return False
         named[FULL] = table if table is not None else named[FULL]
@@ -366,10 +366,6 @@ def _rank(server_args: Any, params: Any) -> RankIdentity:
             dp_rank=getattr(parallel, "attn_dp_rank", 0),
         )
     )
-
-
-def _text(name: Any) -> str:
-    return str(getattr(name, "value", name))
 
 
 def _keys(hashes: Sequence[str]) -> list[bytes]:

@@ -133,3 +133,8 @@ class RankIdentity:
         """
         parts = self._others if replicated else {"tp": self._tp} | self._others
         return "-".join(f"{name}{rank}/{size}" for name, (rank, size) in parts.items() if size > 1)
+
+
+def text_of(name: Any) -> str:
+    """Return the text of a `PoolName` (a string enum) or of a plain string."""
+    return str(getattr(name, "value", name))

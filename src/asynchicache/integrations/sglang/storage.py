@@ -24,7 +24,7 @@ from asynchicache.integrations.page_store import PageIdentity, PageStore
 from asynchicache.integrations.sglang.contents import key_adapters_by_content, settings_digest
 from asynchicache.integrations.sglang.flat_pages import FlatPages, scratch_memory
 from asynchicache.integrations.sglang.host_pools import host_pages, page_numbers, pool_layout
-from asynchicache.integrations.sglang.options import RankIdentity, SGLangOptions
+from asynchicache.integrations.sglang.options import RankIdentity, SGLangOptions, text_of
 from asynchicache.integrations.sglang.prefixes import prefix_hits
 from asynchicache.integrations.sglang.seam import HiCacheStorage, PoolTransferResult, StorageMetrics
 from asynchicache.integrations.sglang.weights import follow_weights
@@ -95,7 +95,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
         Raises:
             ConfigError: as `register_mem_pool_host`.
         """
-        name = _text(host_pool_name)
+        name = text_of(host_pool_name)
         if name != _ANCHOR or self._options.interface_v1:
             self._register(name, host_pool)
 
@@ -175,7 +175,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
         Returns:
             `PoolTransferResult`; `restorable_prefix_pages` holds every such length.
         """
-        wanted = {_text(each.name): each for each in pool_transfers or ()}
+        wanted = {text_of(each.name): each for each in pool_transfers or ()}
         coverages = {name: _coverage(each) for name, each in wanted.items()}
         names = [name for name, coverage in coverages.items() if coverage is not None]
         there = self._call(self._exist_all(keys, names), [[False] * len(keys)] * (len(names) + 1))
@@ -217,7 +217,7 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _moved_all(self, transfers: Sequence[Any], *, write: bool) -> dict[str, list[bool]]:
         """Move the pages of all pools concurrently, in one call."""
-        moves = [self._move(_text(each.name), each.keys, each.host_indices, write) for each in transfers]
+        moves = [self._move(text_of(each.name), each.keys, each.host_indices, write) for each in transfers]
         failed = [[False] * len(move.keys) for move in moves]
         moved = self._call(_move_all(moves), failed, sum(move.nbytes for move in moves))
         return {each.name: pages for each, pages in zip(transfers, moved, strict=True)}
@@ -324,20 +324,16 @@ class AsynchicacheStorage(HiCacheStorage):  # type: ignore[misc]
             getattr(self._metrics, names[1]).append(nbytes / 1e9 / max(seconds, 1e-9))
 
 
-def _text(name: Any) -> str:
-    """Return the text of a `PoolName` (a string enum) or of a plain string."""
-    return str(getattr(name, "value", name))
-
-
 def _coverage(transfer: Any) -> Coverage | None:
     """Return which pages of this pool a prefix needs; None if the pool does not limit the hit."""
-    policy = _text(transfer.hit_policy)
+    policy = text_of(transfer.hit_policy)
     if policy == "all_pages":
         return ALL_PAGES
     if policy == "trailing_pages":
         return trailing_pages(max(1, len(transfer.keys or ())))
     logger.warning(
-        "pool %s has hit policy %s, which is not supported; it is not asked for", _text(transfer.name), policy
+        "pool %s has hit policy %s, which is not supported; it is not asked for",
+        *(text_of(transfer.name), policy),
     )
     return None
 
