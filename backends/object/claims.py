@@ -16,6 +16,7 @@ import msgspec
 import obstore
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
+from asynchicache.backends.object.conditions import Conditions
 from asynchicache.backends.object.finder import PageFinder
 from asynchicache.backends.object.objects import claim_name
 from asynchicache.backends.object.requests import Requests, failed
@@ -61,23 +62,26 @@ class PageClaims:
     Args:
         finder: of the pool.
         requests: its requests to the store.
+        conditions: whether its conditional writes can be believed; without them there are no claims.
         now: a clock that does not jump, in seconds.
     """
 
-    def __init__(self, finder: PageFinder, requests: Requests, now: Callable[[], float]) -> None:
+    def __init__(
+        self, finder: PageFinder, requests: Requests, conditions: Conditions, now: Callable[[], float]
+    ) -> None:
         self._finder = finder
         self._requests = requests
+        self._conditions = conditions
         self._now = now
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
         self._mine: dict[str, frozenset[str]] = {}  # pages by claim, both as `claim_name`
         self._seen: OrderedDict[tuple[object, ...], _Seen] = OrderedDict()
-        self._useful = True
 
     async def take(self, keys: Sequence[ObjectKey], seconds: float) -> list[Outcome]:
         """EXISTS, CLAIMED, or MISS: ours to send now. One claim is for the pages of a group."""
         answers = [Outcome.MISS] * len(keys)
         asked = [number for number, key in enumerate(keys) if not self._finder.is_alone(key)]
-        if not (asked and self._useful):
+        if not (asked and self._conditions.useful):
             return answers
         found, listed = await self._finder.with_claims([keys[number] for number in asked])
         taken, ended = await self._read(listed)
@@ -147,9 +151,7 @@ class PageClaims:
             except FAILURES as error:
                 failed(error)
                 return None
-            marks = {"e_tag": answer.meta["e_tag"], "version": answer.meta["version"]}
-            version = {name: text for name, text in marks.items() if text is not None}
-            self._seen[known] = _Seen(_parsed(content), self._now(), version)
+            self._seen[known] = _Seen(_parsed(content), self._now(), _version(answer.meta))
             if len(self._seen) > _MOST_SEEN:
                 self._seen.popitem(last=False)
         return self._seen[known]
@@ -158,7 +160,7 @@ class PageClaims:
         self,
         keys: Sequence[ObjectKey],
         seconds: float,
-        ended: Mapping[str, Mapping[str, str]],
+        ended: dict[str, Mapping[str, str]],
         run: Sequence[int],
     ) -> Outcome:
         """Claim pages of one group."""
@@ -171,17 +173,34 @@ class PageClaims:
         try:
             await self._write(names[0], content, ended.get(names[0]))
         except (AlreadyExistsError, PreconditionError, FileNotFoundError):
-            outcome = Outcome.CLAIMED
+            outcome = await self._refused(names[0], ended)
         except FAILURES as error:
             outcome = Outcome.MISS
             if ignores_conditions(error):
-                self._useful = False
+                self._conditions.unknown()
             else:
                 failed(error)
         else:
+            self._conditions.kept()
             return Outcome.MISS
         self._mine.pop(names[0], None)
         return outcome
+
+    async def _refused(self, path: str, ended: dict[str, Mapping[str, str]]) -> Outcome:
+        """Leave the pages to whoever was quicker, if the store does not refuse every claim."""
+        try:
+            there = _version(await self._send(obstore.head_async, path))
+        except FileNotFoundError:
+            self._conditions.broken()
+        except FAILURES as error:
+            failed(error)
+        else:
+            if there == ended.get(path):
+                self._conditions.broken()
+            else:
+                ended.pop(path, None)  # it is no longer the one that has ended
+                self._conditions.kept()
+        return Outcome.CLAIMED if self._conditions.useful else Outcome.MISS
 
     async def _write(self, path: str, content: bytes, old: Mapping[str, str] | None) -> None:
         """Make a claim where there is none, or exactly that old one."""
@@ -208,6 +227,12 @@ class PageClaims:
 
     async def _send(self, request: Callable[..., Awaitable[T]], *given: Any, **named: Any) -> T:
         return await self._requests.send(partial(request, self._requests.store, *given, **named))
+
+
+def _version(found: obstore.ObjectMeta) -> dict[str, str]:
+    """What names exactly this content of an object."""
+    marks = {"e_tag": found["e_tag"], "version": found["version"]}
+    return {name: text for name, text in marks.items() if text is not None}
 
 
 def _parsed(content: bytes) -> PageClaim:

@@ -14,14 +14,15 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import chain, pairwise
 from math import inf
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import obstore
-from obstore.exceptions import AlreadyExistsError
+from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import LocalStore, MemoryStore
 
 from asynchicache.backends.compute import over_page
 from asynchicache.backends.object.claims import PageClaims
+from asynchicache.backends.object.conditions import Conditions
 from asynchicache.backends.object.finder import Found, PageFinder, Whereabouts
 from asynchicache.backends.object.objects import LABEL, StoredObject, object_alone, object_of
 from asynchicache.backends.object.options import ObjectOptions
@@ -70,14 +71,14 @@ class ObjectEngine:
         self._requests = requests
         self._options = options
         self._finder = PageFinder(binding, requests, port.now, alone=options.object_pages == 1)
-        self._claims = PageClaims(self._finder, requests, port.now)
+        self._conditions = Conditions(f"{options.url}, pool {binding.pool}", port.now)
+        self._claims = PageClaims(self._finder, requests, self._conditions, port.now)
         if options.object_pages > 1 and not (
             options.index or options.read_only or options.scheme == "memory"
         ):
             self.claim = self._claim  # elsewhere it has no other writers, or costs more than it saves
         self._frame_bytes = binding.header_bytes + binding.page_bytes
         self._failures = FailureLog(logger)
-        self._conditions = True
         self._touched: OrderedDict[bytes, float] = OrderedDict()  # when, by group
         self.load_index = self._finder.load_index
         self.aclose = requests.aclose
@@ -376,21 +377,36 @@ class ObjectEngine:
 
     async def _create(self, stored: StoredObject, parts: list[memoryview]) -> Outcome:
         """Store an object that is not there: of several writers one does, if the store knows conditions."""
-        mode: Literal["create", "overwrite"] = "create" if self._conditions else "overwrite"
-        try:
-            await self._send(obstore.put_async, stored.path, parts, mode=mode, use_multipart=False)
-        except AlreadyExistsError:
-            found = await self._send(obstore.head_async, stored.path)
-            if found["size"] == stored.size:
-                return Outcome.EXISTS
-        except FAILURES as error:
-            if not (self._conditions and ignores_conditions(error)):
-                raise
-            self._conditions = False
-        else:
-            return Outcome.STORED
+        refused = False
+        if self._conditions.useful:
+            try:
+                await self._send(obstore.put_async, stored.path, parts, mode="create", use_multipart=False)
+            except (AlreadyExistsError, PreconditionError, FileNotFoundError):
+                size = await self._size(stored.path)
+                refused = size is None
+                if not refused:
+                    self._conditions.kept()
+                if size == stored.size:
+                    return Outcome.EXISTS
+            except FAILURES as error:
+                if not ignores_conditions(error):
+                    raise
+                self._conditions.unknown()
+            else:
+                self._conditions.kept()
+                return Outcome.STORED
         await self._send(obstore.put_async, stored.path, parts, use_multipart=False)
+        if refused:
+            self._conditions.broken()
         return Outcome.STORED
+
+    async def _size(self, path: str) -> int | None:
+        """Bytes of an object; None if it is not there."""
+        try:
+            found = await self._send(obstore.head_async, path)
+        except FileNotFoundError:
+            return None
+        return found["size"]
 
     async def _drop(self, found: Iterable[Found]) -> dict[StoredObject, Outcome]:
         """Take pages out of their objects; returns how that went."""

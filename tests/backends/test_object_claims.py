@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import obstore
 import pytest
+from obstore.exceptions import PreconditionError
 
 from asynchicache.backends.object import claims as object_claims
 from asynchicache.backends.object.claims import PageClaim
@@ -108,6 +109,31 @@ async def test_a_claim_of_a_process_that_died_is_taken_over(server: ObjectServer
         async with bench_at(server.options(prefix)) as third:
             assert await third.engine.claim(keys, 60.0) == [CLAIMED] * 20
         assert await other.put(keys, range(20)) == [STORED] * 20
+
+
+@ON_ONE_SERVER
+@pytest.mark.parametrize("quicker", [True, False])
+async def test_a_claim_that_could_not_be_taken_over_is_removed_only_if_it_has_ended(
+    server: ObjectServer, tmp_path: Path, quicker: bool
+) -> None:
+    """Another writer was quicker, or the store refuses to replace what is still the same."""
+    prefix = f"over/{tmp_path.name}/{quicker}"
+    async with bench_at(server.options(prefix)) as bench:
+        keys = path_keys(bench, list(range(20)))
+        name = claim_of_another(server, prefix, bench, keys, seconds=0.0)
+        write = bench.engine._claims._write
+
+        async def late(path: str, content: bytes, old: Any) -> None:
+            if not quicker:
+                raise PreconditionError("the store says so")
+            claim_of_another(server, prefix, bench, keys)
+            await write(path, content, old)
+
+        bench.engine._claims._write = late
+        assert await bench.engine.claim(keys, 60.0) == [CLAIMED] * 20
+        assert claims_in(server, prefix) == ({name} if quicker else set())
+        bench.engine._claims._write = write
+        assert await bench.engine.claim(keys, 60.0) == [CLAIMED if quicker else MISS] * 20
 
 
 @ON_ONE_SERVER

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -30,7 +31,7 @@ pytestmark = [
 ]
 
 STORED, EXISTS, HIT, MISS = Outcome.STORED, Outcome.EXISTS, Outcome.HIT, Outcome.MISS
-CORRUPT, FAILED, REJECTED = Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED
+CORRUPT, FAILED, REJECTED, CLAIMED = Outcome.CORRUPT, Outcome.FAILED, Outcome.REJECTED, Outcome.CLAIMED
 
 
 def response(status: str, body: bytes = b"", *, length: int | None = None, head: bool = False) -> bytes:
@@ -51,6 +52,8 @@ CONFIGS = {
 }
 
 
+CONDITIONS = ("if-none-match:", "if-match:", "x-goog-if-generation-match:")
+
 EMPTY = {
     "s3": b"<ListBucketResult></ListBucketResult>",
     "gs": b"<ListBucketResult></ListBucketResult>",
@@ -60,7 +63,7 @@ EMPTY = {
 
 class HostileStore:
     """Objects by path, as all three clouds serve them; `lies` has, by method, what is said of pages instead,
-    `patience` how often.
+    `patience` how often; `unconditional` what is said to writes on a condition, if not "".
     """
 
     def __init__(self, scheme: str) -> None:
@@ -73,6 +76,7 @@ class HostileStore:
         self.signed: list[str] = []
         self.room = 10**9
         self.refusal = b""
+        self.unconditional = ""
         self.serving = self.refused = self.busy = 0
 
     @property
@@ -99,7 +103,7 @@ class HostileStore:
                     await writer.drain()
                     break
                 self.serving += 1
-                answer = self.truth(method, path.partition("?")[0], body)
+                answer = self.answer(method, path.partition("?")[0], body, head)
                 if self.serving > self.room or self.busy:
                     self.refused += 1
                     self.busy -= self.busy > 0
@@ -109,6 +113,12 @@ class HostileStore:
                 self.serving -= 1
                 writer.write(answer)
         writer.close()
+
+    def answer(self, method: str, path: str, body: bytes, head: str) -> bytes:
+        if self.unconditional and any(mark in head.lower() for mark in CONDITIONS):
+            self.refused += 1
+            return response(self.unconditional)
+        return self.truth(method, path, body)
 
     def truth(self, method: str, path: str, body: bytes) -> bytes:
         if method == "PUT":
@@ -343,7 +353,71 @@ async def test_a_store_without_conditional_writes_has_no_claims(scheme: str) -> 
         assert await bench.engine.claim(keys, 60.0) == [MISS] * 2
         assert store.patience == 0
         assert await bench.put(keys, [5, 6]) == [STORED] * 2
-        assert not [path for path in store.objects if ".claim" in path]
+        assert not [path for path in store.objects if "claim" in path]
+
+
+WRONG = ["412 Precondition Failed", "409 Conflict", "404 Not Found"]
+"""What gateways answer to every write on the condition that nothing is there."""
+
+
+@pytest.mark.parametrize("status", WRONG)
+async def test_a_store_that_refuses_every_claim_has_none(
+    scheme: str, status: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(scheme, object_pages=32, retries=0) as (store, bench):
+        store.unconditional, keys = status, bench.keys(7, 8)
+        answers = [await bench.engine.claim(keys, 60.0) for _ in range(4)]
+        assert answers == [[CLAIMED] * 2] * 2 + [[MISS] * 2] * 2
+        asked = store.refused
+        assert await bench.put(keys, [5, 6]) == [STORED] * 2
+        assert store.refused == asked
+        assert caplog.text.count("conditional writes are refused where nothing is") == 1
+
+        conditions, key = bench.engine._conditions, bench.keys(9)
+        conditions._now = partial(float, conditions._until)
+        assert await bench.engine.claim(key, 60.0) == [MISS], "it is tried again, once"
+        assert store.refused > asked
+        store.unconditional = ""
+        assert await bench.engine.claim(key, 60.0) == [MISS]
+        assert not [path for path in store.objects if "claim" in path]
+        conditions._now = partial(float, conditions._until)
+        assert await bench.engine.claim(key, 60.0) == [MISS]
+        assert [path for path in store.objects if "claim" in path]
+
+
+@pytest.mark.parametrize("status", WRONG)
+async def test_pages_are_stored_where_every_condition_is_refused(scheme: str, status: str) -> None:
+    async with scene(scheme, retries=0) as (store, bench):
+        store.unconditional, keys = status, bench.keys(*range(10, 15))
+        for slot, key in enumerate(keys):
+            assert await bench.put([key], [slot]) == [STORED]
+        assert store.refused == 3
+        assert await bench.get(keys, range(10, 15)) == [HIT] * 5
+
+
+async def test_one_refusal_is_no_proof(scheme: str) -> None:
+    """Between two writes that are refused one is done."""
+    async with scene(scheme, retries=0) as (store, bench):
+        for slot in range(8):
+            store.unconditional = "" if slot % 2 else "412 Precondition Failed"
+            assert await bench.put(bench.keys(10 + slot), [slot]) == [STORED]
+        assert store.refused == 4
+
+
+async def test_a_cache_does_not_wait_for_claims_that_nobody_has(scheme: str) -> None:
+    store, prompt = HostileStore(scheme), list(range(32))
+    async with listening(store.serve) as store.port:
+        store.unconditional = "412 Precondition Failed"
+        chosen = config(
+            storage="object",
+            storage_options={**store.options, "object_pages": 32},
+            storage_limits={"claim_seconds": 3600.0},
+        )
+        async with HybridCache.open(SPEC, chosen) as cache, asyncio.timeout(60):
+            await Engine(cache).serve(prompt)
+            await cache.drain()
+        assert not [path for path in store.objects if "claim" in path]
+        assert len(store.objects) > 2
 
 
 async def test_of_two_writers_one_stores(scheme: str) -> None:
