@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from asynchicache.backends.file.folder import (
     LABEL_DRAFT,
     MANIFEST,
     StoreFolder,
+    disk_errors,
     pages_files,
     read,
     sync_folder,
@@ -45,18 +47,14 @@ def clear_store(path: Path, pool: str = "", fingerprint: str = "") -> Cleared:
     """
     if not path.exists():
         raise StorageError(f"{path} does not exist")
-    folder = StoreFolder(path, read_only=False, new=False)
-    try:
+    with (
+        closing(StoreFolder(path, read_only=False, new=False)) as folder,
+        disk_errors(f"{path} cannot be cleared"),
+    ):
         there = folder.pools()
         going = [found for found in there if _fits(found, pool, fingerprint.lower())]
         size = sum(map(remove_pool, going))
         sync_folder(path)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"{path} cannot be cleared: {error}") from error
-    finally:
-        folder.close()
     return Cleared([found.name for found in going], size, [one.name for one in there if one not in going])
 
 

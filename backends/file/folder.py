@@ -15,7 +15,8 @@ import fcntl
 import os
 import re
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from weakref import WeakSet
 
@@ -252,6 +253,17 @@ _POOL = re.compile(r"[a-z0-9_]+")
 _SHARD = re.compile(r"[0-9a-z/-]*")
 _POOL_FOLDER = re.compile(r"[a-z0-9_]+(-[0-9a-z_-]+)?-[0-9a-f]{32}")
 _PAGES = re.compile(r"\d{5}\.pages", re.ASCII)
+
+
+@contextmanager
+def disk_errors(failed: str) -> Iterator[None]:
+    """An `OSError` of the body is a `StorageError` that says what failed, and why."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{failed}: {error}") from error
 
 
 class StoreFolder:

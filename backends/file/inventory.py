@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,14 @@ from asynchicache.backends.file.backend import FileOptions
 from asynchicache.backends.file.budget import Budget
 from asynchicache.backends.file.clear import remove_pool
 from asynchicache.backends.file.entries import load_entries
-from asynchicache.backends.file.folder import MANIFEST, StoreFolder, read, read_label_file, sync_folder
+from asynchicache.backends.file.folder import (
+    MANIFEST,
+    StoreFolder,
+    disk_errors,
+    read,
+    read_label_file,
+    sync_folder,
+)
 from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.store import PoolStore
 from asynchicache.errors import StorageError
@@ -44,12 +52,8 @@ class FileInventory:
         return await self._port.run_blocking(self._pools)
 
     def _pools(self) -> list[PoolListing]:
-        try:
+        with disk_errors(f"{self._folder.path} cannot be listed"):
             return [_listing(folder) for folder in self._folder.pools()]
-        except StorageError:
-            raise
-        except OSError as error:
-            raise StorageError(f"{self._folder.path} cannot be listed: {error}") from error
 
     async def label(self, pool: PoolListing) -> PoolLabel | None:
         return read_label(read_label_file(self._folder.path / pool.name))
@@ -62,15 +66,11 @@ class FileInventory:
 
     def _remove(self, pool: PoolListing, namespace: bytes | None) -> int:
         folder = self._folder.path / pool.name
-        try:
+        with disk_errors(f"{folder} cannot be removed"):
             if namespace is not None and set(pool.pages) != {namespace}:
                 return _remove_namespace(folder, namespace)
             remove_pool(folder)
             sync_folder(self._folder.path)
-        except StorageError:
-            raise
-        except OSError as error:
-            raise StorageError(f"{folder} cannot be removed: {error}") from error
         return sum(pool.pages.values())
 
     async def aclose(self) -> None:
@@ -83,10 +83,8 @@ def _listing(folder: Path) -> PoolListing:
         return PoolListing(folder.name, "", "", "", {}, nbytes)
     manifest = read(folder / MANIFEST)
     segments = Segments(folder, manifest.slot_bytes, manifest.identity, read_only=True, direct=False)
-    try:
+    with closing(segments):
         pages = Counter(entry.digest[:NAMESPACE_BYTES] for entry in load_entries(segments).pages)
-    finally:
-        segments.close()
     label = read_label(read_label_file(folder))
     return PoolListing(
         folder.name, manifest.pool, manifest.shard, manifest.fingerprint, dict(pages), nbytes, label
@@ -94,12 +92,8 @@ def _listing(folder: Path) -> PoolListing:
 
 
 def _remove_namespace(folder: Path, namespace: bytes) -> int:
-    store = PoolStore(folder, read(folder / MANIFEST), Budget(None))
-    try:
-        going = [digest for digest in store.digests() if digest.startswith(namespace)]
-        return sum(store.remove(going))
-    finally:
-        store.close()
+    with closing(PoolStore(folder, read(folder / MANIFEST), Budget(None))) as store:
+        return sum(store.remove([digest for digest in store.digests() if digest.startswith(namespace)]))
 
 
 def open_inventory(options: Mapping[str, object], port: Port, *, writes: bool) -> FileInventory:

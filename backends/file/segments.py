@@ -394,16 +394,6 @@ class Segments:
             if file.slots < wanted:
                 file.resize(wanted)
 
-    def mend(self) -> None:
-        """Extend cut files to their full length; the lost content stays lost.
-
-        Raises:
-            OSError: the disk reported an error.
-        """
-        for file in self._files[:-1]:
-            if file.slots < self.shape.slots:
-                file.resize(self.shape.slots)
-
     def read(self, slot: int, views: Sequence[memoryview]) -> int:
         """Read slots from `slot` on into `views`, one slot per view.
 

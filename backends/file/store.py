@@ -9,7 +9,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from asynchicache.backends.file.budget import Budget
@@ -119,10 +120,8 @@ class PoolStore:
 
     def drop(self, pages: Sequence[tuple[bytes, int]]) -> list[bool]:
         """Remove damaged pages; returns for each page whether its slot still held it."""
-        with self._lock:
+        with self._removing():
             dropped = [self.index.forget(digest, slot) for digest, slot in pages]
-            removed = self.index.take_removed()
-        self._dependencies.pages_removed(self, removed)
         if not self.read_only:
             slots = [slot for (_, slot), there in zip(pages, dropped, strict=True) if there]
             self._try_to_free(slots)
@@ -203,13 +202,11 @@ class PoolStore:
             short = count - self.index.free
         if short > 0:
             self._grow(short)
-        with self._lock:
+        with self._removing():
             evicted = self.index.evict(count - self.index.free, keep)
-            removed = self.index.take_removed()
             self._full = bool(evicted) or (self._full and short <= 0)
             taken = sorted(evicted + self.index.take(count - len(evicted)))
             self._nothing = count > 0 and not taken
-        self._dependencies.pages_removed(self, removed)
         self._commits.erase(evicted)
         return taken
 
@@ -264,12 +261,10 @@ class PoolStore:
             OSError: the pages may not be durable.
         """
         count = sum(len(run.moves) for run in batch.runs)
-        with self._lock:
+        with self._removing():
             spare = self._full and self.index.slots >= _LEAST_AHEAD
             ahead = min(count, self.index.slots // _AHEAD) if spare else 0
             erased = self.index.evict(ahead - self.index.free, keep)
-            removed = self.index.take_removed()
-        self._dependencies.pages_removed(self, removed)
         batch.stamp = self._commits.reserve(count, erased)
         try:
             self._writer.write(batch)
@@ -299,10 +294,8 @@ class PoolStore:
         Raises:
             OSError: the pages are gone for now, but may come back when the pool is reopened.
         """
-        with self._lock:
+        with self._removing():
             slots = [self.index.remove(digest) for digest in digests]
-            removed = self.index.take_removed()
-        self._dependencies.pages_removed(self, removed)
         self._erase_and_free([slot for slot in slots if slot is not None])
         return [slot is not None for slot in slots]
 
@@ -312,10 +305,8 @@ class PoolStore:
         Raises:
             OSError: the pages are gone for now, but may come back when the pool is reopened.
         """
-        with self._lock:
+        with self._removing():
             slots = self.index.clear()
-            removed = self.index.take_removed()
-        self._dependencies.pages_removed(self, removed)
         self._erase_and_free(slots)
         return len(slots)
 
@@ -323,11 +314,9 @@ class PoolStore:
         """Remove the pages in the last slots and cut the files by about `nbytes`; returns the bytes freed."""
         slots = self._slots_without(nbytes)
         before, last = self.nbytes, self.segments.slots
-        with self._lock:
+        with self._removing():
             if self.broken or not self.index.truncate(slots):
                 return 0
-            removed = self.index.take_removed()
-        self._dependencies.pages_removed(self, removed)
         try:
             self._commits.erase(range(slots, last))
             self._shrink(slots)
@@ -350,6 +339,14 @@ class PoolStore:
         finally:
             self.segments.close()
 
+    @contextmanager
+    def _removing(self) -> Iterator[None]:
+        """Hold the lock; afterwards, pages that depend on those removed meanwhile go first."""
+        with self._lock:
+            yield
+            removed = self.index.take_removed()
+        self._dependencies.pages_removed(self, removed)
+
     def _load(self, reader: PageReader) -> None:
         if not self.read_only:
             self.segments.sync_all()  # last writes of a killed writer may be in the page cache
@@ -360,7 +357,7 @@ class PoolStore:
         if not self.read_only:
             self._commits.erase(found.stale)
             self._commits.mark_durable(found.checked)
-            self.segments.mend()
+            self.segments.lengthen(self.segments.slots)
         self.index.load(found.pages, self.segments.slots)
         if not self.read_only and self._limit is not None and self.nbytes > self._limit:
             self.shrink(self.nbytes - self._limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from asynchicache.backends.file.entries import (
     load_entries,
     write_blocks,
 )
-from asynchicache.backends.file.folder import MANIFEST, Manifest, StoreFolder, read
+from asynchicache.backends.file.folder import MANIFEST, Manifest, StoreFolder, disk_errors, read
 from asynchicache.backends.file.segments import Segments
 from asynchicache.errors import StorageError, StorageFormatError
 
@@ -68,19 +69,15 @@ def verify_store(path: Path, *, repair: bool = False) -> StoreReport:
     """
     if not path.exists():
         raise StorageFormatError(f"{path} does not exist")
-    folder = StoreFolder(path, read_only=not repair, new=False)
     report = StoreReport()
-    try:
+    with (
+        closing(StoreFolder(path, read_only=not repair, new=False)) as folder,
+        disk_errors(f"{path} cannot be verified"),
+    ):
         for pool in folder.pools():
             report.pools.append(pool.name)
             _check_pool(folder, pool, report, repair=repair)
         report.bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"{path} cannot be verified: {error}") from error
-    finally:
-        folder.close()
     return report
 
 
@@ -100,10 +97,8 @@ def _check_pool(store: StoreFolder, folder: Path, report: StoreReport, *, repair
         report.unread += 1
         return
     segments = Segments(folder, manifest.slot_bytes, manifest.identity, read_only=not repair, direct=True)
-    try:
+    with closing(segments):
         _check_pages(manifest, segments, report, repair=repair)
-    finally:
-        segments.close()
 
 
 def _manifest(store: StoreFolder, folder: Path) -> Manifest:

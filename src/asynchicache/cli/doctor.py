@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -26,12 +26,12 @@ from rich.text import Text
 
 from asynchicache.cli.options import DoctorOptions, StoreOptions
 from asynchicache.cli.output import CommandResult, Output
-from asynchicache.config import BACKEND_GROUP, load_factory, open_inventory
+from asynchicache.cli.stores import opened
+from asynchicache.config import BACKEND_GROUP, load_factory
 from asynchicache.errors import CacheError, StorageError
 from asynchicache.layouts import ALIGNMENT
 from asynchicache.pools.memory import process_memory
 from asynchicache.pools.slabs import Slab, allocate_slab
-from asynchicache.ports import AsyncioPort
 from asynchicache.storage.labels import StoreFaults
 from asynchicache.transfer.calibration import measured_paths
 from asynchicache.transfer.plan import Direction
@@ -277,31 +277,23 @@ def check_ranks(folder: Path | None = None) -> Check:
 
 def check_store(options: DoctorOptions) -> Check:
     """Whether a store is ours or empty, and keeps what it is given."""
-    engine, given = StoreOptions(path=options.store, option=options.option).engine()
     try:
-        faults = asyncio.run(_store_faults(engine, given))
+        faults = asyncio.run(_store_faults(StoreOptions(path=options.store, option=options.option)))
     except StorageError as error:
         faults = [str(error)]
     return Check("store", not faults, f"{options.store}: {'; '.join(faults) or 'nothing is wrong'}")
 
 
-async def _store_faults(engine: str, given: Mapping[str, object]) -> list[str]:
+async def _store_faults(options: StoreOptions) -> list[str]:
     """
     Raises:
         ConfigError, StorageError: as `open_inventory`.
     """
-    port = AsyncioPort(threads=1)
-    try:
-        inventory = open_inventory(engine, given, port, writes=False)
-        try:
-            if isinstance(inventory, StoreFaults):
-                return await inventory.faults()
-            await inventory.pools()
-            return []
-        finally:
-            await inventory.aclose()
-    finally:
-        await port.aclose()
+    async with opened(options) as inventory:
+        if isinstance(inventory, StoreFaults):
+            return await inventory.faults()
+        await inventory.pools()
+        return []
 
 
 def _fault(entry: EntryPoint) -> str | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from operator import add
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -31,8 +32,6 @@ from asynchicache.storage.labels import (
     check_clock,
     check_clocks,
 )
-
-T = TypeVar("T")
 
 _ALL = 1 << 62
 
@@ -62,7 +61,7 @@ def list_pools(options: ListOptions, output: Output) -> CommandResult:
     """What a store has."""
     now = time.time()
     with output.console.status(escape(f"listing {options.path}")):
-        pools = asyncio.run(_with_inventory(options, _chosen, writes=False))
+        pools = asyncio.run(_listed(options))
     rows = [_row(pool, options, now) for pool in pools]
     pages, sizes = sum(_pages(pool, options) for pool in pools), [_bytes(pool, options) for pool in pools]
     known = [size for size in sizes if size is not None]
@@ -88,28 +87,30 @@ def collect(options: GcOptions, output: Output) -> CommandResult:
     return _removal(removed, kept, options)
 
 
-async def _with_inventory(
-    options: StoreOptions, use: Callable[[Inventory, StoreOptions], Awaitable[T]], *, writes: bool
-) -> T:
-    engine, found = options.engine()
-    port = AsyncioPort(threads=2)
-    try:
-        inventory = open_inventory(engine, found, port, writes=writes)
-        try:
-            return await use(inventory, options)
-        finally:
-            await inventory.aclose()
-    finally:
-        await port.aclose()
+@asynccontextmanager
+async def opened(options: StoreOptions, *, writes: bool = False) -> AsyncIterator[Inventory]:
+    """The pools of a store, for the duration of an `async with`.
+
+    Raises:
+        ConfigError, StorageError: as `open_inventory`.
+    """
+    async with (
+        aclosing(AsyncioPort(threads=2)) as port,
+        aclosing(open_inventory(*options.engine(), port, writes=writes)) as inventory,
+    ):
+        yield inventory
+
+
+async def _listed(options: StoreOptions) -> list[PoolListing]:
+    async with opened(options) as inventory:
+        return await _chosen(inventory, options)
 
 
 async def _checked(options: VerifyOptions, output: Output) -> dict[str, int]:
     """Read the pages of pools, and count those that are damaged."""
-
-    async def check(inventory: Inventory, options: StoreOptions) -> dict[str, int]:
+    async with opened(options) as inventory:
         pools = await _chosen(inventory, options)
         assert isinstance(inventory, PageReading)
-        assert isinstance(options, VerifyOptions)
         total, every = PagesChecked(0, 0, 0), sum(_pages(pool, options) for pool in pools)
         with output.bar("reading") as advance:
             for pool in pools:
@@ -118,14 +119,12 @@ async def _checked(options: VerifyOptions, output: Output) -> dict[str, int]:
                     advance(total.pages, every)
                     if options.per_second:
                         await asyncio.sleep(some.pages / options.per_second)
-        return {
-            "pages": total.pages - total.corrupt,
-            "corrupt": total.corrupt,
-            "orphaned": 0,
-            "bytes": total.nbytes,
-        }
-
-    return await _with_inventory(options, check, writes=False)
+    return {
+        "pages": total.pages - total.corrupt,
+        "corrupt": total.corrupt,
+        "orphaned": 0,
+        "bytes": total.nbytes,
+    }
 
 
 async def _chosen(inventory: Inventory, options: StoreOptions) -> list[PoolListing]:
@@ -153,9 +152,7 @@ async def _removed(
     options: GcOptions, output: Output, going: Callable[[PoolListing], bool], now: float | None = None
 ) -> tuple[list[_Removed], list[PoolListing]]:
     """Remove pools, or their pages of a namespace: what went, and what stays."""
-
-    async def remove(inventory: Inventory, options: StoreOptions) -> tuple[list[_Removed], list[PoolListing]]:
-        assert isinstance(options, GcOptions)
+    async with opened(options, writes=not options.dry_run) as inventory:
         pools = await inventory.pools()
         if now is not None:
             check_clock(pools, now)
@@ -166,10 +163,8 @@ async def _removed(
             for done, pool in enumerate(chosen):
                 advance(done, len(chosen))
                 gone.append(await _remove(inventory, pool, options, going))
-        whole = [one.pool for one in gone if one.whole]
-        return gone, [pool for pool in pools if pool not in whole]
-
-    return await _with_inventory(options, remove, writes=not options.dry_run)
+    whole = [one.pool for one in gone if one.whole]
+    return gone, [pool for pool in pools if pool not in whole]
 
 
 async def _remove(

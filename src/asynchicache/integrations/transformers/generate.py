@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, closing, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -230,19 +230,13 @@ def _opened(
     prefill_chunk: int,
     invitations: Invitations | None,
 ) -> Iterator[CachedGenerate]:
-    bridge, stack = LoopBridge(name="prefix-cached"), AsyncExitStack()
-
-    async def open_cache() -> tuple[HybridCache, PrefillRunner]:
-        cache, runner = await open_prefill_runner(
+    stack = AsyncExitStack()
+    with closing(LoopBridge(name="prefix-cached")) as bridge:
+        opening = open_prefill_runner(
             stack, base, config, page_size=page_size, storage=storage, prefill_chunk=prefill_chunk
         )
-        return cache, runner
-
-    try:
-        cache, runner = bridge.call(open_cache())
+        cache, runner = bridge.call(opening)
         try:
             yield CachedGenerate(base, bridge, cache, runner, invitations)
         finally:
             bridge.call(stack.aclose())
-    finally:
-        bridge.close()
