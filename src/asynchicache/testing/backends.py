@@ -277,25 +277,28 @@ class BackendConformance:
         binding = TearingBinding(slab, fingerprint_of(weights), shard)
         return PoolUnderTest(await backend.open_pool(binding), binding)
 
+    @asynccontextmanager
+    async def opened(self, tmp_path: Path, pages: int | None = None) -> AsyncIterator[PoolUnderTest]:
+        """Open the backend and a pool of it, as `backend` and `open`."""
+        async with self.backend(tmp_path, pages) as backend:
+            yield await self.open(backend)
+
     async def test_a_page_comes_back_into_any_slot(self, tmp_path: Path) -> None:
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             keys = bench.keys(1, 2, 3)
 
             assert await bench.put(keys, [0, 1, 2]) == [STORED] * 3
             assert await bench.get(keys, [9, 4, 30]) == [HIT] * 3
 
     async def test_what_was_never_put_is_a_miss(self, tmp_path: Path) -> None:
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             keys = bench.keys(1, 2)
 
             assert await bench.engine.exists(keys) == bytes(2)
             assert await bench.get(keys, [0, 1]) == [MISS] * 2
 
     async def test_one_answer_a_key_with_holes_between(self, tmp_path: Path) -> None:
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             await bench.put(bench.keys(1, 3, 4), [0, 1, 2])
             keys = bench.keys(0, 1, 2, 3, 4, 5)
 
@@ -303,8 +306,7 @@ class BackendConformance:
             assert await bench.get(keys, [15, 14, 13, 12, 11, 10]) == [MISS, HIT, MISS, HIT, HIT, MISS]
 
     async def test_exists_answers_for_many_keys(self, tmp_path: Path) -> None:
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             await bench.put(bench.keys(7, self.many - 3), [0, 1])
 
             found = await bench.engine.exists(bench.keys(*range(self.many)))
@@ -312,8 +314,7 @@ class BackendConformance:
             assert [number for number, there in enumerate(found) if there] == [7, self.many - 3]
 
     async def test_a_key_that_exists_keeps_its_bytes(self, tmp_path: Path) -> None:
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             keys = bench.keys(1, 2)
             await bench.put(keys[:1], [0])
             bench.poison([1])  # what stands there now is not the page, and must not take its place
@@ -326,8 +327,7 @@ class BackendConformance:
             assert await bench.get(keys, [3, 4]) == [HIT] * 2
 
     async def test_a_key_twice_in_one_batch(self, tmp_path: Path) -> None:
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             keys = bench.keys(1, 2, 1)
 
             assert set(await bench.put(keys, [0, 1, 2])) <= {STORED, EXISTS}
@@ -345,8 +345,7 @@ class BackendConformance:
             ]
 
     async def test_a_deleted_page_is_a_miss_and_may_come_again(self, tmp_path: Path) -> None:
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             keys = bench.keys(1, 2)
             await bench.put(keys, [0, 1])
 
@@ -356,8 +355,7 @@ class BackendConformance:
             assert await bench.get(keys, [2, 3]) == [HIT, HIT]
 
     async def test_the_slot_is_the_callers_again_after_put(self, tmp_path: Path) -> None:
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             keys = bench.keys(1)
             await bench.put(keys, [0])
             assert bench.holds(keys[0], 0)
@@ -367,8 +365,7 @@ class BackendConformance:
             assert await bench.get(keys, [1]) == [HIT]
 
     async def test_padding_does_not_count(self, tmp_path: Path) -> None:
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             keys = bench.keys(1, 2)
             bench.poison([0, 1])
 
@@ -379,8 +376,7 @@ class BackendConformance:
     async def test_a_page_that_is_not_what_was_sealed_is_no_hit(self, tmp_path: Path) -> None:
         """If its capabilities say `checks`, the engine detects the damage; otherwise the core does, by the
         seal."""
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             keys = bench.keys(1, 2)
             bench.tear(keys[:1])
             await bench.put(keys, [0, 1])
@@ -397,8 +393,7 @@ class BackendConformance:
             assert outcomes[1] is HIT
 
     async def test_an_immediate_engine_never_suspends(self, tmp_path: Path) -> None:
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             if not bench.engine.capabilities.immediate:
                 return
             keys = bench.keys(1)
@@ -426,8 +421,7 @@ class BackendConformance:
             runner.run(self._watch(selector, tmp_path))
 
     async def _watch(self, selector: _WatchedSelector, tmp_path: Path) -> None:
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             waited: dict[str, list[float]] = {}
             for number in range(_CALLS):
                 keys = bench.keys(number)
@@ -451,8 +445,7 @@ class BackendConformance:
 
     async def test_a_touch_changes_no_page(self, tmp_path: Path) -> None:
         """An engine with `touch` accepts any keys, and creates none of them."""
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             await bench.put(bench.keys(1, 2), [0, 1])
 
             for keys in (bench.keys(2, 9, 1, 1), [], bench.keys(*range(self.many))):
@@ -462,8 +455,7 @@ class BackendConformance:
             assert await bench.get(bench.keys(2, 9, 1), [2, 3, 4]) == [HIT, MISS, HIT]
 
     async def test_what_is_stored_is_confirmed_and_nothing_else(self, tmp_path: Path) -> None:
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             await bench.put(bench.keys(1, 2, 3), [0, 1, 2])
             await bench.engine.delete(bench.keys(2))
             confirm = OptionalVerbs(bench.engine).confirm
@@ -498,8 +490,7 @@ class BackendConformance:
     async def test_what_was_touched_last_is_evicted_last(self, tmp_path: Path) -> None:
         if not self.bounded:
             return
-        async with self.backend(tmp_path, pages=8) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path, pages=8) as bench:
             assert has_verb(bench.engine, "touch"), "`bounded`, but the engine has no touch"
             for number in range(8):
                 await bench.put(bench.keys(number), [0])
@@ -512,8 +503,7 @@ class BackendConformance:
         """The first key of a put or get is the beginning of a path, and counts as the most recently used."""
         if not self.bounded:
             return
-        async with self.backend(tmp_path, pages=8) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path, pages=8) as bench:
             await bench.put(bench.keys(*range(4)), range(4))
             await bench.put(bench.keys(*range(10, 14)), range(4))
             await bench.get(bench.keys(*range(4)), range(4))
@@ -524,8 +514,7 @@ class BackendConformance:
     async def test_no_put_evicts_its_own_pages(self, tmp_path: Path) -> None:
         if not self.bounded:
             return
-        async with self.backend(tmp_path, pages=8) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path, pages=8) as bench:
             await bench.put(bench.keys(100, 0, 1, 2), range(4))
 
             outcomes = await bench.put(bench.keys(*range(12)), range(12))
@@ -534,8 +523,7 @@ class BackendConformance:
             assert await bench.get(bench.keys(*range(12)), range(12)) == [HIT] * 8 + [MISS] * 4
 
     async def test_a_label_is_no_page(self, tmp_path: Path) -> None:
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             await OptionalVerbs(bench.engine).label(b"first")
             await bench.put(bench.keys(1), [0])
             await OptionalVerbs(bench.engine).label(b"second")
@@ -546,8 +534,7 @@ class BackendConformance:
     async def test_what_leaves_next_is_what_is_evicted_next(self, tmp_path: Path) -> None:
         if not self.bounded:
             return
-        async with self.backend(tmp_path, pages=8) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path, pages=8) as bench:
             await bench.put(bench.keys(*range(8)), range(8))
             assert await OptionalVerbs(bench.engine).leaving(0) == []
 
@@ -616,8 +603,7 @@ class BackendConformance:
             assert await second.get(second.keys(1), [1]) == [HIT]
 
     async def test_calls_side_by_side(self, tmp_path: Path) -> None:
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             groups = [list(range(start, start + 8)) for start in range(0, 32, 8)]
             putting = [bench.put(bench.keys(*group), group) for group in groups]
             assert await asyncio.gather(*putting) == [[STORED] * 8] * 4
@@ -629,8 +615,7 @@ class BackendConformance:
             assert (answers, gone) == ([[HIT] * 8] * 4, [MISS] * 2)
 
     async def test_the_same_page_from_two_callers(self, tmp_path: Path) -> None:
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             keys = bench.keys(*range(8))
 
             answers = await asyncio.gather(bench.put(keys, range(8)), bench.put(keys, range(8, 16)))
@@ -640,8 +625,7 @@ class BackendConformance:
 
     async def test_a_question_waits_for_no_page(self, tmp_path: Path) -> None:
         """Pages of other calls may be stuck, in any number: in threads, on connections, for permits."""
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             assert isinstance(bench.binding, TearingBinding)
             keys = bench.keys(*range(8))  # few pages, and many calls: a small store has room
             await bench.put(keys[:4], range(4))
@@ -659,8 +643,7 @@ class BackendConformance:
             assert await asyncio.gather(*moving) == [[HIT]] * 60 + [[STORED]] * 4
 
     async def test_a_cancelled_call_disturbs_no_other(self, tmp_path: Path) -> None:
-        async with self.backend(tmp_path) as backend:
-            bench = await self.open(backend)
+        async with self.opened(tmp_path) as bench:
             keys = bench.keys(*range(8))
             await bench.put(keys[:4], range(4))
             for call in (bench.get(keys, range(8, 16)), bench.put(keys[4:], range(4, 8))):
