@@ -39,13 +39,15 @@ class ObjectInventory:
         self._backend = ObjectBackend(structs.replace(options, read_only=True), port)  # marks no prefix
         self._store = make_store(options)
         self._writes = writes and not options.read_only
+        self._claims: defaultdict[str, list[tuple[str, float]]] = defaultdict(list)  # and when they were made
 
     async def pools(self) -> list[PoolListing]:
         await self._backend.check()
         pages: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
         sizes: Counter[str] = Counter()
         labels = set()
-        async for path, size in self._listed(""):
+        self._claims.clear()
+        async for path, size, made in self._listed(""):
             folder, _, name = path.partition("/")
             stored = StoredObject.of(folder, path, size)
             if stored is not None:
@@ -53,6 +55,8 @@ class ObjectInventory:
                 sizes[folder] += size
             elif name == LABEL:
                 labels.add(folder)
+            elif is_claim(folder, path):
+                self._claims[folder].append((path, made))
         found = []
         for folder in sorted({*pages, *labels}):
             fingerprint, _, rest = folder.partition(".")
@@ -73,12 +77,12 @@ class ObjectInventory:
         except FAILURES as error:
             raise StorageError(f"{self._options.url} cannot be used: {advice(error)}") from error
 
-    async def _listed(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
-        """The path and size of each object."""
+    async def _listed(self, prefix: str) -> AsyncIterator[tuple[str, int, float]]:
+        """The path and size of each object, and the store's Unix time when it was stored."""
         try:
             async for found in obstore.list(self._store, prefix=prefix or None, chunk_size=_CHUNK):
                 for entry in found:
-                    yield entry["path"], entry["size"]
+                    yield entry["path"], entry["size"], entry["last_modified"].timestamp()
         except FAILURES as error:
             raise StorageError(f"{self._options.url} cannot be listed: {advice(error)}") from error
 
@@ -95,7 +99,7 @@ class ObjectInventory:
         if not self._writes:
             raise StorageError(f"{self._options.url} is read-only")
         going, claims = list[StoredObject](), list[str]()
-        async for path, size in self._listed(pool.name):
+        async for path, size, _ in self._listed(pool.name):
             stored = StoredObject.of(pool.name, path, size)
             if stored is not None and namespace in (None, _namespace(stored)):
                 going.append(stored)
@@ -114,8 +118,17 @@ class ObjectInventory:
             await self._delete([f"{pool.name}/{LABEL}"])
         return removed
 
+    async def tidy(self, pool: PoolListing, before: float) -> None:
+        for path in [path for path, made in self._claims[pool.name] if self._writes and made < before]:
+            try:
+                await obstore.delete_async(self._store, path)
+            except FileNotFoundError:  # its pages have been written meanwhile
+                continue
+            except FAILURES as error:
+                raise StorageError(f"{self._options.url}: not removed: {summary(error)}") from error
+
     async def check(self, pool: PoolListing) -> AsyncIterator[PagesChecked]:
-        async for path, size in self._listed(pool.name):
+        async for path, size, _ in self._listed(pool.name):
             stored = StoredObject.of(pool.name, path, size)
             if stored is None:
                 continue

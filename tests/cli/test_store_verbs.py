@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -255,6 +256,29 @@ def test_gc_removes_what_nobody_uses_any_more(store: Store, capsys: pytest.Captu
         assert len(list(store.path.glob("*.pages"))) == 2
     assert (store.hits("old"), store.hits("new")) == (0, 20)
     assert run(capsys, "gc", *store.where)[1]["pools"] == []
+
+
+@pytest.mark.parametrize("store", SHARED[:1], indirect=True)
+def test_gc_removes_claims_that_processes_left_when_they_were_killed(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.fill("new")
+    group = next(path for path in store.path.glob("*.kv/*") if path.is_dir())
+    (group / ".claim").mkdir(exist_ok=True)
+    old, young, foreign = (group / ".claim" / name for name in ("00abcdefgh", "01abcdefgh", "notes"))
+    for path in (old, young, foreign):
+        path.write_bytes(b"{}")
+    for path in (old, foreign):
+        os.utime(path, (time.time() - 3700, time.time() - 3700))
+
+    run(capsys, "gc", *store.where, "--dry-run")
+    run(capsys, "gc", *store.where, "--pool", "mamba")
+    assert old.exists()
+    _, result = run(capsys, "gc", *store.where)
+
+    assert [path.exists() for path in (old, young, foreign)] == [False, True, True]
+    assert (result["pages"], len(result["kept"])) == (0, 2)
+    assert store.hits("new") == 20
 
 
 @pytest.fixture

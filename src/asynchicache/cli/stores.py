@@ -29,11 +29,14 @@ from asynchicache.storage.labels import (
     PageReading,
     PagesChecked,
     PoolListing,
+    Tidying,
     check_clock,
     check_clocks,
 )
 
 _ALL = 1 << 62
+_LEFT_SECONDS = 3600.0
+"""Nobody has been sending the same pages for so long: what says so was left by a process that died."""
 
 
 class _Removed(NamedTuple):
@@ -81,7 +84,7 @@ def clear(options: ClearOptions, output: Output) -> CommandResult:
 
 
 def collect(options: GcOptions, output: Output) -> CommandResult:
-    """Remove the pools whose label has expired."""
+    """Remove the pools whose label has expired, and what writers that died have left in the others."""
     now = time.time()
     removed, kept = asyncio.run(_removed(options, output, lambda pool: pool.state(now) == "expired", now))
     return _removal(removed, kept, options)
@@ -163,8 +166,12 @@ async def _removed(
             for done, pool in enumerate(chosen):
                 advance(done, len(chosen))
                 gone.append(await _remove(inventory, pool, options, going))
-    whole = [one.pool for one in gone if one.whole]
-    return gone, [pool for pool in pools if pool not in whole]
+        whole = [one.pool for one in gone if one.whole]
+        kept = [pool for pool in pools if pool not in whole]
+        if now is not None and not options.dry_run and isinstance(inventory, Tidying):
+            for pool in (pool for pool in kept if _fits(pool, options)):
+                await inventory.tidy(pool, now - _LEFT_SECONDS)
+    return gone, kept
 
 
 async def _remove(

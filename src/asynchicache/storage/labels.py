@@ -181,6 +181,19 @@ class PageReading(Protocol):
         ...
 
 
+@runtime_checkable
+class Tidying(Protocol):
+    """An inventory of a store where writers that died leave something beside the pages: their claims."""
+
+    async def tidy(self, pool: PoolListing, before: float) -> None:
+        """Remove what was left in a pool before that Unix time, of what was there when pools were listed.
+
+        Raises:
+            StorageError: the store refuses.
+        """
+        ...
+
+
 def check_clock(pools: list[PoolListing], now: float) -> None:
     """
     Raises:
