@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -426,6 +427,20 @@ async def test_a_closed_chain_refuses_calls_and_leaves_no_task() -> None:
         for call in (s.pool.exists(s.keys(1)), s.pool.touch(s.keys(1)), s.pool.delete(s.keys(1))):
             with pytest.raises(ClosedError):
                 await call
+
+
+@pytest.mark.asyncio
+async def test_a_touch_that_is_cancelled_before_it_begins_leaves_nothing_to_await(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    async with chained(ALL, ALL) as s:
+        touch = asyncio.create_task(s.pool.touch(s.keys(1)))
+        await asyncio.sleep(0)
+        touch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await touch
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_a_late_store_does_not_hold_back_a_promotion_for_ever() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -723,7 +723,7 @@ class ChainedPool:
         self._check_open()
         started = self.port.now()
         guards = [stage.ready for stage in self._stages]
-        await asyncio.gather(*(_quietly(guard.touch(keys)) for guard in guards if guard is not None))
+        await asyncio.gather(*(_touch(guard, keys) for guard in guards if guard is not None))
         if self.touchable:
             self._counted("touch", BatchResult([Outcome.HIT] * len(keys)), started)
 
@@ -1018,9 +1018,9 @@ def _merge(outcomes: list[Outcome], places: Sequence[int], answers: Sequence[Out
 _identity = attrgetter("fingerprint", "pool", "shard")
 
 
-async def _quietly(call: Awaitable[None]) -> None:
+async def _touch(guard: GuardedPool, keys: Sequence[ObjectKey]) -> None:
     with suppress(ClosedError):
-        await call
+        await guard.touch(keys)  # called here: a task cancelled before it begins has nothing to await
 
 
 class ChainEngine:
