@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -99,9 +100,55 @@ async def test_what_was_read_from_storage_is_found_by_a_later_lookup() -> None:
         assert await back_up(tier, memory, KEYS[:4])
     async with linked(memory, MemoryBackend(store)) as tier:
         assert await tier.look("first", KEYS[:5], 0) == []
-        await tier.read(KEYS[:5])
+        await tier.read("first", KEYS[:5])
         assert await tier.look("first", KEYS[:5], 0) == [4]
         assert await restored(tier, memory, "first", KEYS[:4], 0)
+
+
+@pytest.mark.asyncio
+async def test_what_was_read_stays_until_the_request_has_its_turn() -> None:
+    memory, store = paged(), MemoryStore()
+    others = [[bytes([first + number]) * 32 for number in range(8)] for first in (100, 120, 140)]
+    async with linked(memory, MemoryBackend(store)) as tier:
+        assert await back_up(tier, memory, KEYS[:4])
+    async with linked(memory, MemoryBackend(store)) as tier:
+        await tier.read("waits", KEYS[:4])
+        tier.step(100 * STEPS_KEPT)
+        for other in others:
+            await back_up(tier, memory, other)
+        assert await tier.look("waits", KEYS[:4], 0) == [4]
+        assert await restored(tier, memory, "waits", KEYS[:4], 0)
+        assert tier.promises == 1
+
+        tier.forget("waits")
+        tier.forget("waits")
+        assert tier.promises == 0
+        for other in others:
+            await back_up(tier, memory, other)
+        assert await tier.look("late", KEYS[:4], 0) == []
+
+
+@pytest.mark.asyncio
+async def test_who_is_read_for_twice_keeps_one_read_and_a_cancelled_read_keeps_nothing() -> None:
+    memory, store = paged(), MemoryStore()
+    async with linked(memory, MemoryBackend(store)) as tier:
+        assert await back_up(tier, memory, KEYS[:4])
+    hanging = Faulty(MemoryBackend(store), FaultRates(), random.Random(1))
+    async with linked(memory, hanging) as tier:
+        await tier.read("twice", KEYS[:2])
+        await tier.read("twice", KEYS[:4])
+        assert tier.promises == 1
+        tier.forget("twice")
+        await tier.empty()
+        hanging.rates = FaultRates(hang=1.0, calls=["get"])
+        read = asyncio.create_task(tier.read("cancelled", KEYS[:4]))
+        while not hanging.hanging:  # noqa: ASYNC110  # no event tells of it
+            await asyncio.sleep(0)
+        read.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await read
+        assert tier.promises == 0
+        hanging.release()
 
 
 @pytest.mark.asyncio
@@ -112,7 +159,7 @@ async def test_pages_that_storage_damages_are_never_promised() -> None:
     damaging = Faulty(MemoryBackend(store), FaultRates(swap=1.0), random.Random(1))
     async with linked(memory, damaging) as tier:
         assert await tier.look("first", KEYS[:4], 0) == []
-        await tier.read(KEYS[:4])
+        await tier.read("first", KEYS[:4])
         assert await tier.look("first", KEYS[:4], 0) == []
 
 
@@ -123,7 +170,7 @@ async def test_a_read_from_storage_that_hangs_ends_at_its_deadline() -> None:
         assert await back_up(tier, memory, KEYS[:4])
     hanging = Faulty(MemoryBackend(store), FaultRates(hang=1.0, calls=["get"]), random.Random(1))
     async with linked(memory, hanging, prefetch=PrefetchOptions(base_seconds=0.0)) as tier:
-        await tier.read(KEYS[:4])
+        await tier.read("first", KEYS[:4])
         assert await tier.look("held until then", KEYS[:4], 0) == []
         hanging.release()
 

@@ -216,6 +216,10 @@ def test_a_request_that_arrives_has_what_was_read_while_it_was_held(restarted: B
     assert read_by(restarted, "r") == [2]
     assert restarted.load("r", [transfer("kv", HASHES[:2], slots(7, 5))])
     assert restarted.finish_layer_wise_loading(restarted.start_layer_wise_loading())
+    assert restarted._linked.promises == 1, "kept until it has had its turn"
+    restarted.forget("r")
+    restarted._bridge.drain()
+    assert restarted._linked.promises == 0
     assert restarted.lookup("s", [transfer("kv", HASHES[:2])]) == [2]
     assert not restarted._reads
 
@@ -232,7 +236,7 @@ def test_nobody_waits_for_storage_otherwise(why: str, restarted: BareLinker) -> 
         restarted.forget("r")
         restarted.forget("r")
     assert not restarted.reading("r")
-    assert not restarted._reads
+    assert bool(restarted._reads) == (why == "not held"), "it is read for all the same"
 
 
 def test_an_offload_without_a_path_or_pages_is_refused(hybrid: tuple[BareLinker, SimpleNamespace]) -> None:
@@ -488,6 +492,7 @@ def test_requests_are_held_in_their_place_until_they_are_read_for(monkeypatch: p
     scheduler.came_meanwhile = []
     reader.known.clear()
     assert [scheduler.step() for _ in range(4)] == [["a"], ["c"], ["d"], ["e"]]
+    assert reader.forgotten == ["b", "a", "c", "d"], "each when it has its turn; e has not arrived"
 
 
 def test_who_was_not_held_once_is_not_held_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,6 +531,17 @@ def test_who_leaves_the_queue_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     wrapper.release_request("a")
     assert reader.forgotten == ["a"]
     assert wrapper.arrivals.held(["a"]) == set()
+
+
+def test_who_is_ready_keeps_what_was_read_until_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader()
+    scheduler = scheduler_of(monkeypatch, reader)
+    scheduler.add("a", "b", "c")
+    reader.known.clear()
+    assert scheduler.step() == ["a"]
+    assert reader.forgotten == ["a"]
+    scheduler.tree_cache.linker.release_request("c")
+    assert reader.forgotten == ["a", "c"]
 
 
 def test_other_caches_are_asked_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:

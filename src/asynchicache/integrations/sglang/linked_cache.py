@@ -1,6 +1,7 @@
 """A cache below SGLang's tree and device pool, which names pages by hashes.
 
-A lookup answers from host memory, and locks what it promises. Storage is read by `read`, for a later lookup.
+A lookup answers from host memory, and locks what it promises. Storage is read by `read`, for a later lookup:
+what was read stays in host memory until the request has its turn.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,13 +68,14 @@ class LinkedCache:
         self._every_length = every_length
         self._promises: dict[str, _Promise] = {}
         self._claimed: dict[str, _Promise] = {}
+        self._read: dict[str, EngineRequest] = {}
         self._turn = asyncio.Lock()
         self._step = 0
 
     @property
     def promises(self) -> int:
         """Number of requests for which pages are locked."""
-        return len(self._promises) + len(self._claimed)
+        return len(self._promises) + len(self._claimed) + len(self._read)
 
     def step(self, number: int) -> None:
         """Forget promises that the last steps of the scheduler did not renew.
@@ -116,17 +119,31 @@ class LinkedCache:
                 whole = shorter.hit.tokens // self._size
         return lengths[::-1]
 
-    async def read(self, keys: Sequence[bytes], weights: str = "") -> None:
+    async def read(self, rid: str, keys: Sequence[bytes], weights: str = "") -> None:
         """Read what storage has of a prefix into host memory, for as long as the option `prefetch` says.
 
+        What was read stays there until `forget`: the request may wait long for its turn.
+
         Args:
-            keys, weights: as of `look`.
+            rid, keys, weights: as of `look`.
         """
+        self.forget(rid)
         try:
-            async with self._request(keys, weights) as request:
+            async with AsyncExitStack() as left:
+                request = await left.enter_async_context(self._request(keys, weights))
                 await request.prefetch()
+                request.rest()
+                left.pop_all()
         except CacheError as error:
             logger.warning("a read of %d pages ahead failed: %s", len(keys), error)
+        else:
+            self._read[rid] = request
+
+    def forget(self, rid: str) -> None:
+        """Keep no longer what was read for a request: it had its turn, or left; a no-op if nothing was."""
+        request = self._read.pop(rid, None)
+        if request is not None:
+            request.close()
 
     def claim(self, rid: str) -> int | None:
         """Keep what was promised to a request until `load` or `drop`.
@@ -209,6 +226,8 @@ class LinkedCache:
     def _release(self) -> None:
         for promise in (*self._promises.values(), *self._claimed.values()):
             promise.request.close()
+        for rid in list(self._read):
+            self.forget(rid)
         self._promises.clear()
         self._claimed.clear()
 

@@ -139,15 +139,14 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def reading(self, rid: str) -> bool:
         """Return whether a request has to wait, because storage is read for it; never blocks."""
         read = self._reads.get(rid)
-        if read is not None and read.done():
-            del self._reads[rid]
-        return rid in self._reads
+        return self.holds and read is not None and not read.done()
 
     def forget(self, rid: str) -> None:
-        """Stop to read for a request that was aborted while it waited."""
+        """Stop to read for a request, and keep no longer what was read: it has its turn, or was aborted."""
         read = self._reads.pop(rid, None)
         if read is not None:
             read.cancel()
+            self._bridge.submit(_now(self._linked.forget, rid), queued=False)
 
     # Host memory to the device.
 
@@ -161,9 +160,7 @@ class AsynchicacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             lengths = self._bridge.call(self._look(rid, path, len(before), weights))
             lacks = len(path) > len(before) + max(lengths, default=0)
             if arrives and lacks and self._has_storage:
-                read = self._bridge.submit(self._linked.read(path, weights), queued=False)
-                if self.holds:
-                    self._reads[rid] = read
+                self._reads[rid] = self._bridge.submit(self._linked.read(rid, path, weights), queued=False)
         except (CacheError, CancelledError) as error:
             logger.warning("a lookup failed: %s", error)
             return []

@@ -22,7 +22,7 @@ _ARRIVAL, _ADMISSION = "_prefetch_kvcache", "_get_new_batch_prefill_raw"
 
 
 class Arrivals:
-    """Requests that arrived, and that a linker may read for.
+    """Requests that arrived and have not had their turn, for which a linker may read.
 
     Args:
         cache: SGLang's tree, through which ranks agree.
@@ -34,29 +34,37 @@ class Arrivals:
 
     def __init__(self, cache: Any, linker: Any) -> None:
         self._cache, self._linker = cache, linker
-        self._arrived: set[str] = set()
+        self._held: set[str] = set()
+        self._ready: set[str] = set()
         self.reads = hasattr(linker, "reading")
 
     def add(self, rid: str) -> None:
         """A request has come, and is looked up next."""
-        self._arrived.add(rid)
+        self._held.add(rid)
         self._linker.arrive(rid)
 
     def held(self, rids: Sequence[str]) -> set[str]:
         """Return those of the waiting requests for which a rank still reads; the same on all ranks."""
-        waiting = [rid for rid in rids if rid in self._arrived]
+        waiting = [rid for rid in rids if rid in self._held]
         if not waiting:
             return set()
         reading = torch.tensor([self._linker.reading(rid) for rid in waiting], dtype=torch.int)
         self._cache._all_reduce_attn_groups(reading, torch.distributed.ReduceOp.MAX)  # noqa: SLF001
         found = {rid for rid, one in zip(waiting, reading.tolist(), strict=True) if one}
-        self._arrived.difference_update(set(waiting) - found)
+        self._ready.update(set(waiting) - found)
+        self._held.difference_update(self._ready)
         return found
 
+    def wait_still(self, rids: Sequence[str]) -> None:
+        """Forget the requests that no longer wait: they have had their turn."""
+        for rid in self._ready.difference(rids):
+            self.forget(rid)
+
     def forget(self, rid: str) -> None:
-        """A request was aborted."""
-        if rid in self._arrived:
-            self._arrived.remove(rid)
+        """A request was aborted, or has had its turn."""
+        if rid in self._held or rid in self._ready:
+            self._held.discard(rid)
+            self._ready.discard(rid)
             self._linker.forget(rid)
 
 
@@ -100,17 +108,21 @@ def _hold(scheduler: Any) -> None:
 
     @wraps(admit)
     def admit_ready(self: Any, *arguments: Any, **named: Any) -> Any:
-        arrivals, waiting = _arrivals_of(self), self.waiting_queue
-        rids = [req.rid for req in waiting]
-        if arrivals is None or not (held := arrivals.held(rids)):
+        arrivals = _arrivals_of(self)
+        if arrivals is None:
             return admit(self, *arguments, **named)
+        waiting = self.waiting_queue
+        rids = [req.rid for req in waiting]
+        held = arrivals.held(rids)
         self.waiting_queue = [req for req in waiting if req.rid not in held]
         try:
             return admit(self, *arguments, **named)
         finally:
-            behind = [req for req in waiting if req.rid in held]
-            self.waiting_queue = _in_order([*behind, *self.waiting_queue], rids)
-            time.sleep(0)  # an idle scheduler polls, and would keep the interpreter from whoever reads
+            arrivals.wait_still([req.rid for req in self.waiting_queue])
+            if held:
+                behind = [req for req in waiting if req.rid in held]
+                self.waiting_queue = _in_order([*behind, *self.waiting_queue], rids)
+                time.sleep(0)  # an idle scheduler polls, and would keep the interpreter from whoever reads
 
     setattr(scheduler, _ADMISSION, admit_ready)
 
