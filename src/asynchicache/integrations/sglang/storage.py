@@ -333,7 +333,8 @@ def _coverage(transfer: Any) -> Coverage | None:
         return trailing_pages(max(1, len(transfer.keys or ())))
     logger.warning(
         "pool %s has hit policy %s, which is not supported; it is not asked for",
-        *(text_of(transfer.name), policy),
+        text_of(transfer.name),
+        policy,
     )
     return None
 
