@@ -455,6 +455,7 @@ class Prefetcher:
         if not prefetch.gone and prefetch.most is None:
             request.stored_full_pages = min(plan.full_pages, query.whole_pages)
             request.stored_held_back = plan.limit
+            request.stored_behind = min(query.memory_pages, query.whole_pages)
         self._executor.run(plan.backups)
         prefetch.reason, prefetch.reach = plan.reason, plan.reach
         if presence_reason is not MissReason.NONE:

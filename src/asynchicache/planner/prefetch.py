@@ -40,7 +40,7 @@ from asynchicache.tree.node import (
     SlotPlace,
     place_of,
 )
-from asynchicache.tree.radix_tree import Pages, device_end
+from asynchicache.tree.radix_tree import Match, Pages, device_end
 from asynchicache.tree.tier_copies import missing_on_host
 from asynchicache.types import ALL_PAGES, MissReason, Outcome, Tier
 
@@ -176,7 +176,7 @@ class PrefetchPlanner:
         match = self._tree.match(tokens, seed, limit=pages)
         if match.pages >= pages or not self.can_read(FULL):
             return None
-        tip, memory_pages = self._tip(tokens, match.node, match.full_pages), match.full_pages
+        tip, memory_pages = self._tip_in_memory(tokens, seed, match, pages)
         if digests is None:
             known = _known_digests(tip)[:memory_pages]
             rest = tokens[len(known) * size : pages * size]
@@ -203,8 +203,33 @@ class PrefetchPlanner:
             self._backups.forgotten,
             self._tree.epoch,
         )
+        query.matched_pages = self._matched(query, match, memory_pages, resident)
+        if query.matched_pages >= pages:
+            return None
         self._inventory.lock(query.locks)
         return query
+
+    def _tip_in_memory(self, tokens: array[int], seed: bytes, match: Match, limit: int) -> tuple[Node, int]:
+        """The node that contains the last full page of a sequence in memory; and the number of these pages.
+
+        Those on their way from an engine's pages count: what storage has of them would be read in vain.
+        """
+        if self._tree.host_only:
+            return self._tree.known_pages(tokens, seed, limit)
+        return self._tip(tokens, match.node, match.full_pages), match.full_pages
+
+    def _matched(
+        self, query: StorageQuery, match: Match, memory_pages: int, resident: Mapping[int, bytearray]
+    ) -> int:
+        """Pages that are restorable without storage, also from what is on its way from an engine's pages."""
+        if not self._tree.host_only:
+            return match.pages
+        return hits.longest(self._restorable_lengths(query, {}, memory_pages, resident))
+
+    def _tier(self, component: Component, node: Node) -> Tier | None:
+        """The nearest tier that has a node's slots of a component, or gets them from an engine's pages."""
+        saving = self._tree.host_only and node.residency[place_of(component.id, Tier.HOST)] == SAVING
+        return Tier.HOST if saving else component.nearest(node)
 
     def _tip(self, tokens: array[int], node: Node, full_pages: int) -> Node:
         """The node at or below `node` that contains the last of the sequence's full pages."""
@@ -221,7 +246,7 @@ class PrefetchPlanner:
         }
         for node in tip.path() if resident else ():
             for component in self._tree.components:
-                if component.nearest(node) is not None:
+                if self._tier(component, node) is not None:
                     count = node.pages if component.paged else 1
                     resident[component.id][node.end - count : node.end] = b"\1" * count
         return {component_id: flags[:memory_pages] for component_id, flags in resident.items()}
@@ -611,13 +636,13 @@ class PrefetchPlanner:
     def _lock_dependencies(self, query: StorageQuery, target: int) -> None:
         """Lock all that is in memory now of what a prefix of `target` pages needs."""
         match = self._tree.match(query.tokens, query.seed, limit=target)
-        tip = self._tip(query.tokens, match.node, match.full_pages)
+        tip, _ = self._tip_in_memory(query.tokens, query.seed, match, target)
         kept = self._ends(tip)
         for component in self._tree.components:
             first = self._first_needed(component, query, target)
             node = tip
             while node.parent is not None and node.end > first and (component.paged or node.end == target):
-                tier = component.nearest(node)
+                tier = self._tier(component, node)
                 if tier is not None:
                     kept += [(node, place_of(component.id, tier)), (node, place_of(FULL, tier))]
                 node = node.parent
@@ -635,8 +660,9 @@ class PrefetchPlanner:
         memory_pages, matched_pages, resident = query.memory_pages, query.matched_pages, query.resident
         if query.version != self._tree.version:
             match = self._tree.match(query.tokens, query.seed, limit=query.pages)
-            tip, memory_pages = self._tip(query.tokens, match.node, match.full_pages), match.full_pages
-            matched_pages, resident = match.pages, self._resident_flags(tip, memory_pages)
+            tip, memory_pages = self._tip_in_memory(query.tokens, query.seed, match, query.pages)
+            resident = self._resident_flags(tip, memory_pages)
+            matched_pages = self._matched(query, match, memory_pages, resident)
         came = self._arrived(reading)
         if query.epoch != self._tree.epoch or not came:
             return matched_pages, []

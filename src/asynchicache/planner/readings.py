@@ -20,7 +20,8 @@ class StorageQuery:
         tokens, seed: the sequence and its namespace digest.
         tail: tokens of the last page, if the prefix ends inside it (`tails.filled_up`); 0: it does not.
         pages: the most pages that could be restored.
-        matched_pages: pages that are restorable without storage.
+        matched_pages: pages that are restorable without storage. What is on its way to the host from an
+            engine's pages counts, here and below.
         memory_pages: full pages in memory.
         tip: the node that contains the last of them.
         version: the tree's version when the query was made.

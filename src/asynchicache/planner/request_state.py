@@ -89,6 +89,7 @@ class RequestState:
         cut_below: the cut is why there are fewer pages than these.
         stored_full_pages, stored_held_back: how far full pages reach in memory and storage together, as the
             request's prefetch found, and the component that keeps a prefix shorter than that.
+        stored_behind: of these, the pages that memory had or was about to get: storage adds to them only.
         prefetched_pages: pages that the request's prefetch added to the match, and a tail.
         stage: the farthest stage of a chain of stores that a page of it was read from.
         sources: by pool and the tier they came from, the restored pages and states. `STORAGE` counts those
@@ -139,6 +140,7 @@ class RequestState:
     cut_below: int = maxsize
     stored_full_pages: int = 0
     stored_held_back: int | None = None
+    stored_behind: int = 0
     prefetched_pages: int = 0
     stage: int = 0
     sources: Counter[tuple[str, Tier]] = field(default_factory=Counter)
@@ -188,16 +190,21 @@ class RequestState:
     @property
     def branching_pages(self) -> int | None:
         """How far full pages alone reach, in memory or storage; None if not further than the match."""
-        full = max(self.match.branching_pages or 0, self.stored_full_pages)
+        full = max(self.match.branching_pages or 0, self._stored_reach)
         return full if full > self.match.pages else None
 
     @property
     def held_back_by(self) -> HeldBack | None:
         """The component that keeps the match shorter than the full pages; None if none does."""
         memory = self.match.branching_pages or 0
-        if self.stored_held_back is None or self.stored_full_pages <= max(memory, self.match.pages):
+        if self.stored_held_back is None or self._stored_reach <= max(memory, self.match.pages):
             return self.held_back
         return HeldBack(self.stored_held_back, dropped=False)
+
+    @property
+    def _stored_reach(self) -> int:
+        """How far full pages reach with those in storage; 0 if memory lacks those before."""
+        return self.stored_full_pages if self.match.full_pages >= self.stored_behind else 0
 
     def runs_on(self, stream: Stream) -> None:
         """Record a stream that runs forwards of the request: its slots are freed only after their end."""

@@ -773,6 +773,12 @@ class UnifiedRadixTree:
         node, partial, common = self._walk(tokens, seed, pages)
         return node if partial is None else self.split(partial, common)
 
+    def known_pages(self, tokens: array[int], seed: bytes, pages: int) -> tuple[Node, int]:
+        """How many of the first `pages` pages of `tokens` the tree has, in whatever state; and the node that
+        contains the last of them. Changes nothing."""
+        node, partial, common = self._walk(tokens, seed, pages)
+        return (node if partial is None else partial), node.end + common
+
     def _walk(self, tokens: array[int], seed: bytes, pages: int) -> tuple[Node, Node | None, int]:
         """The last node that lies within the first `pages` pages of `tokens`; and its child that begins with
         the next of them and goes on differently or further, with the pages in common, if there is one."""

@@ -17,7 +17,7 @@ from lab.chaos.known_seeds import known_first
 
 Patch = pytest.MonkeyPatch
 MAX_SEEDS = 100
-ONCE_FOUND = (3472, 4985, 5228, 5664, 8484, 12861, 12941, 18404, 19634)
+ONCE_FOUND = (3472, 4985, 5228, 5664, 8484, 12861, 12941, 18404, 19634, 603262)
 
 
 def test_nothing_is_violated_and_pages_come_from_both_tiers() -> None:
