@@ -48,22 +48,30 @@ class Calls:
     """The calls of one cache.
 
     Attributes:
-        listeners: notified of each call.
         given_up: number of reads and writes whose caller was cancelled before they ended.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.listeners: list[CallListener] = []
+        self._listeners: list[CallListener] = []
         self.given_up = 0
         self._clock = clock
         self._running: list[Call] = []
         self._ended: deque[Call] = deque(maxlen=_REMEMBERED)
 
     @contextmanager
+    def told(self, listeners: Sequence[CallListener]) -> Iterator[None]:
+        """During the body, notify `listeners` of each call."""
+        self._listeners += listeners
+        try:
+            yield
+        finally:
+            self._listeners[:] = [one for one in self._listeners if one not in listeners]
+
+    @contextmanager
     def running(self, verb: str, pool: str, digests: Sequence[bytes]) -> Iterator[Call]:
         """Record a call that lasts as long as the body."""
         call = Call(verb, pool, digests, self._clock())
-        for listener in self.listeners:
+        for listener in self._listeners:
             listener.began(call, self._running)
         self._running.append(call)
         try:
@@ -74,7 +82,7 @@ class Calls:
             self._ended.append(call)
 
     def answered(self, call: Call, answer: Sequence[bool] | Sequence[Outcome]) -> None:
-        for listener in self.listeners:
+        for listener in self._listeners:
             listener.ended(call, answer)
 
     def oldest(self) -> float:

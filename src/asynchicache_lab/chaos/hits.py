@@ -25,6 +25,7 @@ from asynchicache.tree import tails
 from asynchicache.tree.keeps import HINTED_SHARE
 from asynchicache.tree.node import FULL, FULL_HOST, Node, SlotPlace, component_of, place_of
 from asynchicache.types import ALL_PAGES, MissReason, PrefetchPolicy, Tier
+from asynchicache_lab.chaos.calls import CallListener
 from asynchicache_lab.chaos.costs import CostOracle
 from asynchicache_lab.chaos.faults import FaultDraws
 from asynchicache_lab.chaos.ledger import Ledger
@@ -173,11 +174,14 @@ class HitOracle(Observer):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """During the body, observe losses of pages in memory and storage, and refused allocations."""
-        with self._inside.observed_by(self), self._storage.store.watched(self._forgotten):
-            self._storage.calls.listeners.append(self.costs)
-            if self._options.policy is not PrefetchPolicy.BEST_EFFORT:  # which reads for later requests
-                waste = WasteOracle(self._ledger, self._awaited, self._storage.never_troubled)
-                self._storage.calls.listeners.append(waste)
+        listeners: list[CallListener] = [self.costs]
+        if self._options.policy is not PrefetchPolicy.BEST_EFFORT:  # which reads for later requests
+            listeners.append(WasteOracle(self._ledger, self._awaited, self._storage.never_troubled))
+        with (
+            self._inside.observed_by(self),
+            self._storage.store.watched(self._forgotten),
+            self._storage.calls.told(listeners),
+        ):
             yield
 
     @contextmanager

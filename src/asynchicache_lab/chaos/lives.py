@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -160,29 +160,34 @@ class _LifeRun:
                 async with self._open():  # succeeds if it allocates fewer slabs than that
                     if self._ledger.faults["memory.refused"] > refused:
                         self._ledger.violations.append("a cache was opened without its memory")
+        with ExitStack() as watch:  # to the last storage call: one of a cache that closes is judged too
+            await self._end(await self._opened(watch))
+
+    async def _opened(self, watch: ExitStack) -> list[asyncio.Task[None]]:
+        """Open the cache, let it live, and close it; returns the tasks that may still run."""
         async with self._open() as cache:
             inside, slots = cache.inspect(), SlotOracle(cache)
             slots.poison_freed()
             slots.copy_in_groups(self._life.group_bytes)
             self._device.memory = slots.memory
             engine = self._engine(cache)
-            with engine.hits.watching():
-                refusals = RoomRefusals(self._draws, self._life.refuse)
-                with inside.observed_by(slots), inside.observed_by(refusals):
-                    tasks = await self._live(engine)
-                self._ledger.violations += slots.violations
-                if self._life.crash:
-                    self._draws.count("cache.crash")
-                    if engine.hits.recency is not None:
-                        engine.hits.recency.restarted()  # what was not told by now never will be
-                    self._storage.cut_off()
-                if engine.closing or self._life.dirty:
-                    slots.stop_poisoning()
-                else:
-                    await self._settle(engine, slots)
+            watch.enter_context(engine.hits.watching())
+            refusals = RoomRefusals(self._draws, self._life.refuse)
+            with inside.observed_by(slots), inside.observed_by(refusals):
+                tasks = await self._live(engine)
+            self._ledger.violations += slots.violations
+            if self._life.crash:
+                self._draws.count("cache.crash")
+                if engine.hits.recency is not None:
+                    engine.hits.recency.restarted()  # what was not told by now never will be
+                self._storage.cut_off()
+            if engine.closing or self._life.dirty:
+                slots.stop_poisoning()
+            else:
+                await self._settle(engine, slots)
             if engine.hits.recency is not None:
                 engine.hits.recency.restarted()
-        await self._end(tasks)
+        return tasks
 
     @property
     def _identity(self) -> Callable[[str], str]:
