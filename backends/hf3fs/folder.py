@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -27,15 +29,41 @@ def claim_folder(folder: Path, store: str) -> None:
         StorageError: the folder cannot be created or written.
     """
     marker = folder / _MARKER
-    try:
+    with _folder_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not marker.exists():
             _check_empty(folder)
             # If two stores race, the later one wins; the check detects this.
             replace_file(marker, f"{_MAGIC} {_FORMAT} {store}\n".encode())
-        _check_marker(marker, store)
+        owner = _owner(marker)
+    if owner != store:
+        raise StorageFormatError(
+            f"{folder} belongs to the names of state {owner}, and option metadata leads to {store}: "
+            "give the metadata that it was used with, or another folder"
+        )
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a folder is some store's.
+
+    Raises:
+        StorageFormatError: its files are of another version, or foreign.
+        StorageError: there is no store, or it cannot be read.
+    """
+    with _folder_errors(folder):
+        if not (folder / _MARKER).exists():
+            raise StorageError(f"{folder} holds no store of hf3fs: it has no file {_MARKER}")
+        _owner(folder / _MARKER)
+
+
+@contextmanager
+def _folder_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except UnicodeDecodeError:
-        raise StorageFormatError(f"{marker} is no marker of hf3fs; give an empty or new folder") from None
+        raise StorageFormatError(
+            f"{folder / _MARKER} is no marker of hf3fs; give an empty or new folder"
+        ) from None
     except StorageError:
         raise
     except OSError as error:
@@ -57,17 +85,14 @@ def replace_file(path: Path, data: bytes) -> None:
     draft.replace(path)
 
 
-def _check_marker(marker: Path, store: str) -> None:
+def _owner(marker: Path) -> str:
+    """The state whose names manage the folder."""
     magic, found, owner = _parse(marker.read_text("utf-8"))
     if magic != _MAGIC or not found.isdecimal() or len(found) > _MAX_DIGITS:
         raise StorageFormatError(f"{marker} is no marker of hf3fs; give an empty or new folder")
     if int(found) != _FORMAT:
         raise StorageFormatError.of_version(marker, int(found), _FORMAT, "folder")
-    if owner != store:
-        raise StorageFormatError(
-            f"{marker.parent} belongs to the names of state {owner}, and option metadata leads to {store}: "
-            "give the metadata that it was used with, or another folder"
-        )
+    return owner
 
 
 def _parse(text: str) -> tuple[str, str, str]:

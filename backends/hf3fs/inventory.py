@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from asynchicache.backends.hf3fs.backend import names_of, namespace_name
-from asynchicache.backends.hf3fs.folder import LABEL, PAGES, claim_folder
+from asynchicache.backends.hf3fs.folder import LABEL, PAGES, check_folder, claim_folder
 from asynchicache.backends.hf3fs.metadata.namespace import MetadataNamespace
 from asynchicache.backends.hf3fs.metadata.words import SlotVersion
 from asynchicache.backends.hf3fs.options import Hf3fsOptions
@@ -33,12 +33,13 @@ class Hf3fsInventory:
         writes: whether something may be removed.
 
     Raises:
-        StorageError: there is no such folder.
+        StorageError: there is no such folder, or it is no store.
     """
 
     def __init__(self, options: Hf3fsOptions, port: Port, *, writes: bool) -> None:
         if not options.path.is_dir():
             raise StorageError(f"{options.path} does not exist")
+        check_folder(options.path)
         self._folder = options.path
         self._port = port
         self._writes = writes
@@ -48,6 +49,7 @@ class Hf3fsInventory:
         return await self._names.time()
 
     async def pools(self) -> list[PoolListing]:
+        await self._names.time()  # that nothing is there is said of names that answer only
         return [
             found for path in sorted(self._folder.glob(f"*{PAGES}")) if (found := await self._listing(path))
         ]
@@ -153,6 +155,6 @@ def open_inventory(options: Mapping[str, object], port: Port, *, writes: bool) -
     """
     Raises:
         ConfigError: an option does not fit.
-        StorageError: there is no such folder, or its names cannot be reached.
+        StorageError: there is no such folder, or it is no store.
     """
     return Hf3fsInventory(Hf3fsOptions.of(options), port, writes=writes)

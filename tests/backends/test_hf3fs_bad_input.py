@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asynchicache.backends.hf3fs import open_backend
+from asynchicache.backends.hf3fs.inventory import open_inventory
 from asynchicache.backends.hf3fs.options import Hf3fsOptions
 from asynchicache.config import open_backend as open_by_name
 from asynchicache.errors import ClosedError, ConfigError, StorageError, StorageFormatError
@@ -213,3 +214,21 @@ async def test_names_that_are_no_names_never_reach_a_path(
             PoolUnderTest(await backend.open_pool(binding), binding)
 
     assert names_in(tmp_path) == []
+
+
+@pytest.mark.asyncio
+async def test_a_folder_without_a_store_is_not_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("of somebody else")
+    words = {"path": str(tmp_path), "metadata": f"redis://127.0.0.1:{free_port()}"}
+    with pytest.raises(StorageError, match="holds no store of hf3fs: it has no file STORE"):
+        open_inventory(words, AsyncioPort(), writes=False)
+
+    (tmp_path / "STORE").write_text("asynchicache hf3fs store 9 names")
+    with pytest.raises(StorageFormatError, match="format 9"):
+        open_inventory(words, AsyncioPort(), writes=False)
+
+    (tmp_path / "STORE").write_text("asynchicache hf3fs store 3 names")
+    inventory = open_inventory(words, AsyncioPort(), writes=False)
+    with pytest.raises(StorageError, match="refused"):
+        await inventory.pools()
+    await inventory.aclose()

@@ -102,6 +102,17 @@ async def test_storage_that_breaks_in_the_middle(fault: str) -> None:
         storage.release()
 
 
+async def test_a_generation_waits_for_a_store_that_hangs_no_longer_than_it_says() -> None:
+    storage = Faulty(MemoryBackend(MemoryStore()), FaultRates(hang=1.0, calls=["put"]), random.Random(0))
+    prompt = random_tokens(40)
+    async with serving("llama", storage=storage, storage_limits=PATIENT) as served:
+        turn = served.generate(prompt, max_new_tokens=4, sampling=DRAWN, durable=True, seconds=0.05)
+        assert await read(turn) == uncached("llama", prompt, 4)
+        assert turn.durable_tokens == 0
+        assert storage.hanging > 0
+        storage.release()
+
+
 @pytest.mark.soak
 @pytest.mark.engine("redis")
 async def test_a_server_that_is_killed_and_comes_back() -> None:

@@ -88,7 +88,9 @@ class ServeOptions(CommandOptions, frozen=True):
         about("compute prompts for others, or answer prompts that others compute; they share storage"),
     ] = "both"
     wait_seconds: Annotated[
-        float, Meta(ge=0, le=LARGEST_FLOAT), about("the longest that a decoder waits for a prompt")
+        float,
+        Meta(ge=0, le=LARGEST_FLOAT),
+        about("the longest that a role waits for storage, before and after it computes"),
     ] = 30.0
     record_trace: Annotated[str, about("write a trace of the requests to this file, for `replay`")] = ""
     trace: Annotated[bool, about("make OpenTelemetry spans; start with `opentelemetry-instrument`")] = False

@@ -62,7 +62,7 @@ class ServedModel:
         folder: of the checkpoint, as it was given; None: there is none.
         choices: most answers of one request.
         role: what the server does; see `ServeSettings`.
-        wait_seconds: the longest that a decoder waits for a prompt that another server computes.
+        wait_seconds: see `ServeSettings`.
     """
 
     name: str

@@ -60,7 +60,7 @@ class ServeSettings:
             that this takes; empty: none.
         role: `prefill` computes prompts, and answers when storage has them; `decode` waits until storage has
             a prompt, and ends an answer when storage has that too; `both` asks no other server.
-        wait_seconds: the longest that a decoder waits.
+        wait_seconds: the longest that a role waits for storage, before and after it computes.
     """
 
     cache: CacheConfig

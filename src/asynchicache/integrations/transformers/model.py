@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Self
@@ -202,7 +202,8 @@ class PrefixCachedModel:
             prompt_logprobs: score the prompt too, which is computed whole: the cache keeps no logits.
             constraint: what the output may be; for this generation only.
             until, seconds: first wait for what another process computes: see `Request.prefetch`.
-            durable: the generation ends when storage has prompt and output: see `Request.durable`.
+            durable: the generation ends when storage has prompt and output, see `Request.durable`, at most
+                `seconds` after its last token. Without these, the deadlines of storage end the wait.
 
         Raises:
             InvalidTokensError: no tokens, or ids outside the model's vocabulary.
@@ -332,7 +333,9 @@ class PrefixCachedModel:
                 if job.handover.durable:
                     memory.close()  # others may compute while this is written
                     queued.leave()
-                    job.durable = output.published if await output.durable() else 0
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(job.handover.seconds):
+                            job.durable = output.published if await output.durable() else 0
 
     def _request(self, job: GenerationJob) -> Request:
         return self._runner.context.request(
