@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import obstore
 
 from asynchicache.backends.engine_registry import EngineRegistry
+from asynchicache.backends.object.clock import StoreClock
 from asynchicache.backends.object.engine import ObjectEngine
 from asynchicache.backends.object.objects import longest_name
 from asynchicache.backends.object.options import ObjectOptions
@@ -52,6 +54,7 @@ class ObjectBackend:
         self._port = port
         self._store = make_store(options)
         self._turns = RequestTurns(Turns(options.requests), Turns(options.requests))
+        self._clock = StoreClock(options.url, self._store_time, port.now, time.time)
         self._engines: EngineRegistry[ObjectEngine] = EngineRegistry()
         self._closed = False
 
@@ -72,7 +75,7 @@ class ObjectBackend:
         self._check_names(binding)
         patience = self._options.timeout_seconds / 2  # a call of the core ends with a reason of ours
         requests = Requests(self._store, self._turns, binding.pool, patience)
-        engine = ObjectEngine(binding, self._port, requests, self._options)
+        engine = ObjectEngine(binding, self._port, requests, self._options, self._clock)
         await self._prepare(engine)
         return engine
 
@@ -145,6 +148,10 @@ class ObjectBackend:
         await self._send(obstore.put_async, _FORMAT, _OURS, use_multipart=False)
         found = await self._send(obstore.head_async, _FORMAT)
         return found["last_modified"].timestamp()
+
+    async def _store_time(self) -> float:
+        await self.check()  # what others have made of the prefix meanwhile is not overwritten
+        return await self.renew_format()
 
     async def _send(self, request: Callable[..., Awaitable[T]], *given: Any, **named: Any) -> T:
         """Send one request of obstore, again and again while the store has no time for it."""

@@ -7,7 +7,7 @@ import secrets
 import socket
 from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +16,7 @@ import msgspec
 import obstore
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
+from asynchicache.backends.object.clock import SKEW_SECONDS, StoreClock
 from asynchicache.backends.object.conditions import Conditions
 from asynchicache.backends.object.finder import PageFinder
 from asynchicache.backends.object.objects import claim_name
@@ -26,8 +27,6 @@ from asynchicache.types import Outcome
 
 T = TypeVar("T")
 
-_SKEW_SECONDS = 60.0
-"""How much longer than it holds a claim counts, by the store's clock, for who sees it for the first time."""
 _MOST_SEEN = 1024
 
 
@@ -57,21 +56,29 @@ class PageClaims:
     """The claims of one pool: ours, and those of others.
 
     A claim ends when whoever sees it has seen it for the seconds that are in it: no two clocks are compared.
-    One that is much older than that, by the store's clock, has ended for those too who see it first.
+    One that is older than that by `SKEW_SECONDS`, by the store's clock, has ended for those too who see it
+    first.
 
     Args:
         finder: of the pool.
         requests: its requests to the store.
         conditions: whether its conditional writes can be believed; without them there are no claims.
+        clock: the store's.
         now: a clock that does not jump, in seconds.
     """
 
     def __init__(
-        self, finder: PageFinder, requests: Requests, conditions: Conditions, now: Callable[[], float]
+        self,
+        finder: PageFinder,
+        requests: Requests,
+        conditions: Conditions,
+        clock: StoreClock,
+        now: Callable[[], float],
     ) -> None:
         self._finder = finder
         self._requests = requests
         self._conditions = conditions
+        self._clock = clock
         self._now = now
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
         self._mine: dict[str, frozenset[str]] = {}  # pages by claim, both as `claim_name`
@@ -126,18 +133,19 @@ class PageClaims:
             folder = path.rpartition("/")[0]
             if seen is None:  # it has just ended: the pages may be there by now
                 taken.add(f"{folder}/")
-            elif self._holds(seen, entry["last_modified"]):
+            elif await self._holds(seen, entry["last_modified"]):
                 taken.update(f"{folder}/{page}" for page in seen.claim.pages)
             elif path not in self._mine:
                 ended[path] = seen.version
         return taken, ended
 
-    def _holds(self, seen: _Seen, made: datetime) -> bool:
+    async def _holds(self, seen: _Seen, made: datetime) -> bool:
         if seen.claim.owner == self._owner:  # the store's answer was lost, and we do not know that it is ours
             return False
         seconds = seen.claim.seconds
-        age = (datetime.now(UTC) - made).total_seconds()
-        return age <= seconds + _SKEW_SECONDS and self._now() - seen.since < seconds
+        if self._now() - seen.since >= seconds:
+            return False
+        return not await self._clock.is_past(made.timestamp() + seconds + SKEW_SECONDS)
 
     async def _look(self, entry: obstore.ObjectMeta) -> _Seen | None:
         """What a claim says; None if it is no longer there."""

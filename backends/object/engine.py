@@ -22,6 +22,7 @@ from obstore.store import LocalStore, MemoryStore
 
 from asynchicache.backends.compute import over_page
 from asynchicache.backends.object.claims import PageClaims
+from asynchicache.backends.object.clock import StoreClock
 from asynchicache.backends.object.conditions import Conditions
 from asynchicache.backends.object.finder import Found, PageFinder, Whereabouts
 from asynchicache.backends.object.objects import LABEL, StoredObject, object_alone, object_of
@@ -61,9 +62,17 @@ class ObjectEngine:
         port: the clock, and threads to seal and check large pages.
         requests: its requests to the store.
         options: the user's options.
+        clock: the store's.
     """
 
-    def __init__(self, binding: PoolBinding, port: Port, requests: Requests, options: ObjectOptions) -> None:
+    def __init__(
+        self,
+        binding: PoolBinding,
+        port: Port,
+        requests: Requests,
+        options: ObjectOptions,
+        clock: StoreClock,
+    ) -> None:
         self.corrupt = 0
         """Pages that were found damaged, and dropped."""
         self._binding = binding
@@ -72,7 +81,7 @@ class ObjectEngine:
         self._options = options
         self._finder = PageFinder(binding, requests, port.now, alone=options.object_pages == 1)
         self._conditions = Conditions(f"{options.url}, pool {binding.pool}", port.now)
-        self._claims = PageClaims(self._finder, requests, self._conditions, port.now)
+        self._claims = PageClaims(self._finder, requests, self._conditions, clock, port.now)
         if options.object_pages > 1 and not (
             options.index or options.read_only or options.scheme == "memory"
         ):

@@ -4,9 +4,9 @@ time."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import obstore
 import pytest
 from obstore.exceptions import PreconditionError
 
-from asynchicache.backends.object import claims as object_claims
 from asynchicache.backends.object.claims import PageClaim
 from asynchicache.backends.object.inventory import open_inventory
 from asynchicache.backends.object.objects import claim_name
@@ -136,9 +135,23 @@ async def test_a_claim_that_could_not_be_taken_over_is_removed_only_if_it_has_en
         assert await bench.engine.claim(keys, 60.0) == [CLAIMED if quicker else MISS] * 20
 
 
+def set_clocks(bench: PoolUnderTest, machine: float = 0.0, store: float = 0.0) -> list[float]:
+    """Let this machine's clock, and the server's, be so many seconds ahead; returns what
+    the server will have said."""
+    clock, told = bench.engine._claims._clock, list[float]()
+    ask = clock._ask
+
+    async def say() -> float:
+        told.append(await ask() + store)
+        return told[-1]
+
+    clock._wall, clock._ask = lambda: time.time() + machine, say
+    return told
+
+
 @ON_ONE_SERVER
 async def test_who_sees_an_old_claim_for_the_first_time_does_not_wait(
-    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ObjectServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefix = f"old/{tmp_path.name}"
     async with bench_at(server.options(prefix)) as bench:
@@ -148,16 +161,82 @@ async def test_who_sees_an_old_claim_for_the_first_time_does_not_wait(
         await bench.put(keys[10:], range(10))
         assert claims_in(server, prefix) == {name}
 
-        class Later(datetime):
-            @classmethod
-            def now(cls, tz: tzinfo | None = None) -> datetime:
-                return datetime.now(tz) + timedelta(seconds=130)
-
-        monkeypatch.setattr(object_claims, "datetime", Later)
+        told = set_clocks(bench, machine=130, store=130)
         assert await bench.engine.claim(keys[5:], 60.0) == [MISS] * 5 + [EXISTS] * 10
         assert name not in claims_in(server, prefix), "it is removed, though ours has another name"
         assert await bench.put(keys[5:10], range(5)) == [STORED] * 5
         assert claims_in(server, prefix) == set()
+        assert len(told) == 1
+        assert not caplog.text
+
+
+@ON_ONE_SERVER
+@pytest.mark.parametrize("marked", [True, False])
+async def test_a_machine_whose_clock_is_ahead_believes_the_stores(
+    server: ObjectServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, marked: bool
+) -> None:
+    """Also where a rule that expires objects has deleted the mark of the format."""
+    prefix = f"ahead/{tmp_path.name}"
+    async with bench_at(server.options(prefix)) as bench, bench_at(server.options(prefix)) as other:
+        told, keys = set_clocks(bench, machine=300), path_keys(bench, list(range(60)))
+        assert await bench.engine.claim(keys[:5], 60.0) == [MISS] * 5
+        assert not told, "there was no claim of others"
+        assert await other.engine.claim(keys[5:], 60.0) == [MISS] * 55
+        if not marked:
+            obstore.delete(server.store(prefix), "FORMAT")
+        for _ in range(2):
+            assert await bench.engine.claim(keys[5:], 60.0) == [CLAIMED] * 55
+        assert len(told) == 1
+        assert caplog.text.count("s ahead of the store's") == 1
+        assert await other.put(keys[5:], range(55)) == [STORED] * 55
+
+
+@ON_ONE_SERVER
+async def test_what_the_store_said_counts_for_an_hour(server: ObjectServer, tmp_path: Path) -> None:
+    prefix = f"hour/{tmp_path.name}"
+    async with bench_at(server.options(prefix)) as bench:
+        clock, passed = bench.engine._claims._clock, 0.0
+        now = clock._now
+        clock._now = lambda: now() + passed
+        made = time.time()
+        told = set_clocks(bench, machine=300)
+        assert not await clock.is_past(made + 200)
+        passed = 250.0
+        assert await clock.is_past(made + 200)
+        assert len(told) == 1
+        passed = 3600.0
+        assert not await clock.is_past(made + 310), "this machine does not say so: nobody is asked"
+        assert len(told) == 1
+        assert not await clock.is_past(made + 200)
+        assert len(told) == 2
+
+
+@ON_ONE_SERVER
+async def test_a_store_that_does_not_say_the_time_is_asked_once_a_minute(
+    server: ObjectServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The prefix is another version's now, whose mark stays."""
+    prefix = f"silent/{tmp_path.name}"
+    async with bench_at(server.options(prefix)) as bench:
+        clock, keys, asked = bench.engine._claims._clock, path_keys(bench, list(range(20))), 0
+        now, ask = clock._now, clock._ask
+
+        async def counted() -> float:
+            nonlocal asked
+            asked += 1
+            return await ask()
+
+        clock._ask, clock._wall = counted, lambda: time.time() + 300
+        claim_of_another(server, prefix, bench, keys)
+        server.upload(prefix, "FORMAT", b"asynchicache object store 9\n")
+        for _ in range(2):
+            assert await bench.engine.claim(keys, 60.0) == [CLAIMED] * 20
+        assert asked == 1
+        assert "has format 9" in caplog.text
+        assert bytes(obstore.get(server.store(prefix), "FORMAT").bytes()).endswith(b"9\n")
+        clock._now = lambda: now() + 60
+        assert await bench.engine.claim(keys, 60.0) == [CLAIMED] * 20
+        assert asked == 2
 
 
 @ON_ONE_SERVER
