@@ -294,8 +294,10 @@ def stages_of(names: Sequence[str | Mapping[str, Any]], options: StorageOptions)
     """The stages of a chain.
 
     Raises:
-        ConfigError: one is a chain itself, has options twice, or is the same store as another.
+        ConfigError: there is none; one is a chain itself, has options twice, or is the same store as another.
     """
+    if not names:
+        raise ConfigError("storage is an empty chain of stores; name two stages or more, one store, or None")
     none = isinstance(options, Mapping) and not options
     tables = [options] if isinstance(options, Mapping) else list(options)
     if len(tables) != len(names) and not none:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asynchicache import HybridCache, Tier
+from asynchicache import HybridCache, PrefetchOptions, Tier
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.config import CacheConfig, StageOptions, open_storage, stages_of
 from asynchicache.errors import ConfigError
@@ -92,6 +92,30 @@ def test_a_stage_that_is_down_costs_its_hits_and_nothing_else(down: int, rates: 
     run_seeded(4, main)
 
 
+def test_a_far_stage_that_hangs_costs_no_hit_of_a_near_one() -> None:
+    """A hybrid asks the far stage for states of other lengths, and a request waits for 2 seconds."""
+
+    async def main(world: SeededWorld) -> None:
+        stores = [MemoryStore(), MemoryStore()]
+        far = Faulty(MemoryBackend(stores[1]), FaultRates(), random.Random(1))
+        options = config(prefetch=PrefetchOptions(), host_slots={"kv": 8, "mamba": 2})
+        for turn in range(2):
+            if turn:
+                far.rates = FaultRates(hang=1.0)
+            stages = [
+                ChainStage("near", lambda: MemoryBackend(stores[0])),
+                ChainStage("far", lambda: far, StagePolicy(durable=False, limits=PoolLimits(closing=0.1))),
+            ]
+            async with world.open_cache(SPEC, options, storage=StorageChain(stages, world.port)) as cache:
+                engine = Engine(cache)
+                for prompt in range(4):
+                    hit = await engine.serve([prompt, *PROMPT, turn])
+                    assert (hit.tokens, hit.by_stage) == ((20, {"near": 20}) if turn else (0, {}))
+            far.release()
+
+    run_seeded(4, main)
+
+
 @pytest.mark.asyncio
 async def test_storage_is_a_chain_for_attaching_too(tmp_path: Path) -> None:
     options = files(tmp_path)
@@ -164,6 +188,7 @@ async def test_what_was_acknowledged_survives_a_kill(
 @pytest.mark.parametrize(
     ("storage", "options", "message"),
     [
+        ([], {}, "storage is an empty chain"),
         (["memory"], {}, "two stages or more"),
         (["memory", "memory"], {}, "'memory' is there twice"),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from asynchicache.ports import AsyncioPort, Port
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.breaker import BreakerState
 from asynchicache.storage.chain import ChainedPool, ChainStage, StagePolicy, StorageChain, in_each_store
-from asynchicache.storage.limits import PoolLimits
+from asynchicache.storage.limits import BatchResult, PoolLimits
 from asynchicache.storage.protocol import PoolBinding, PoolEngine, StorageBackend
 from asynchicache.testing.backends import PoolUnderTest, fingerprint_of, slab_of
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
@@ -84,7 +84,9 @@ async def chained(
             port = own
         room = [*pages, *[None] * len(policies)]
         stores = [MemoryStore(None if many is None else many * PAGE_BYTES) for many in room[: len(policies)]]
-        faults = [Faulty(MemoryBackend(store), FaultRates(), random.Random(1)) for store in stores]
+        faults = [
+            Faulty(MemoryBackend(store), FaultRates(), random.Random(1), late_seconds=0.9) for store in stores
+        ]
         stages = [
             ChainStage(f"stage{number}", lambda one=one: one, policy)  # type: ignore[misc]
             for number, (one, policy) in enumerate(zip(faults, policies, strict=True))
@@ -248,6 +250,67 @@ def test_a_hanging_stage_is_waited_for_until_its_breaker_opens_and_tried_beside_
             assert [one.breaker for one in s.pool.stages().values()] == [BreakerState.CLOSED] * 2
 
     run_seeded(3, main)
+
+
+def test_a_stage_that_comes_back_is_tried_by_reads_that_a_nearer_one_answers_alone() -> None:
+    async def main(world: SeededWorld) -> None:
+        async with chained(ALL, StagePolicy(durable=False), port=world.port, failures=2, cooldown=5.0) as s:
+            s.faults[1].rates = FaultRates(raises=1.0)
+            for number in (1, 2):
+                await s.put(number)
+            assert s.pool.stages()["stage1"].breaker is BreakerState.OPEN
+            for _ in range(11):
+                assert await s.get(1, 2) == [HIT, HIT]
+                await asyncio.sleep(1.0)
+            assert s.pool.stages()["stage1"].exists.errors == 2  # once per cooldown
+
+            s.faults[1].rates = FaultRates()
+            await asyncio.sleep(5.0)
+            for _ in range(2):  # the first one finds out that it is back
+                assert await s.get(1, 2) == [HIT, HIT]
+                await s.settled()
+            assert s.have(1, 2) == [[1, 2], [1, 2]]
+
+    run_seeded(0, main)
+
+
+def test_a_farther_stage_that_hangs_holds_back_what_a_nearer_one_answers_for_a_second_and_only_once() -> None:
+    async def main(world: SeededWorld) -> None:
+        async with chained(ALL, StagePolicy(durable=False), ALL, port=world.port, failures=3) as s:
+            other = SlotBinding(slab_of("mamba", PAGE_BYTES, 8), fingerprint_of("w"))
+            states = await s.pool.chain.open_chained(other, PoolLimits())
+            await s.put(1, 2, 3)
+            s.stores[0].drop(s.keys(2)[0])
+            s.stores[0].drop(s.keys(3)[0])
+            s.stores[2].drop(s.keys(3)[0])
+            s.faults[1].rates = FaultRates(hang=1.0)
+            began, took = world.port.now(), list[float]()
+
+            async def timed(call: Coroutine[object, object, BatchResult | list[Outcome]]) -> object:
+                started = world.port.now()
+                answer = await call
+                took.append(world.port.now() - started)
+                return answer.outcomes if isinstance(answer, BatchResult) else answer
+
+            for _ in range(2):
+                assert await timed(s.pool.exists(s.keys(1, 2, 3))) == [HIT, HIT, TIMEOUT]
+            assert await timed(states.exists(PoolUnderTest(states.engine, other).keys(1))) == [TIMEOUT]
+            assert await timed(s.get(1, 2, 3)) == [HIT, HIT, TIMEOUT]
+            assert took[0] == pytest.approx(1.0, abs=0.1)
+            assert max(took[1:]) < 0.1
+            assert world.port.now() - began < 2.0
+
+            await asyncio.sleep(11.0)
+            assert s.pool.stages()["stage1"].breaker is BreakerState.OPEN  # what came late was counted
+            s.faults[1].rates = FaultRates()
+            s.faults[1].release()
+            while (await s.pool.exists(s.keys(3))).outcomes != [HIT]:  # noqa: ASYNC110  virtual time
+                await asyncio.sleep(1.0)
+            s.faults[1].rates = FaultRates(late=1.0)
+            for _ in range(2):
+                assert (await s.pool.exists(s.keys(1, 3))).outcomes == [HIT, HIT]  # it is slow, and lives
+
+    run_seeded(0, main)
 
 
 def test_a_slot_that_a_stage_may_still_write_to_is_not_read_into_from_the_next() -> None:

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import compress
 from mmap import mmap
 from operator import attrgetter
-from typing import Annotated, ClassVar, Literal, TypeAlias, cast
+from typing import Annotated, ClassVar, Literal, TypeAlias, TypeVar, cast
 
 from msgspec import Meta
 
@@ -47,6 +47,9 @@ _STAGED_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 20
 """Staging slots of a pool, at most, and the bytes that are copied to them without a thread."""
 
+_HELD_BACK_SECONDS = 1.0
+"""How long a question to a farther stage holds back what nearer ones have answered."""
+
 _QUEUED_BATCHES = 4
 """Batches that wait for a stage without a promise, as a multiple of its concurrent calls; it misses more."""
 
@@ -65,6 +68,7 @@ _DELETE_ORDER = (Outcome.TIMEOUT, Outcome.FAILED, Outcome.REJECTED, Outcome.HIT,
 
 _TAKEN = (Outcome.STORED, Outcome.EXISTS)
 
+T = TypeVar("T")
 Promotion: TypeAlias = Literal["all", "second_hit", "none"]
 StageName: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}\Z")]
 
@@ -105,6 +109,7 @@ class ChainStage:
         policy: what it gets.
         backend: the open store; None until it is open.
         detached: it is not used, and not tried.
+        late: questions, of all pools, whose answers were not waited for, and have not come.
     """
 
     name: str
@@ -112,6 +117,7 @@ class ChainStage:
     policy: StagePolicy = field(default_factory=StagePolicy)
     backend: StorageBackend | None = None
     detached: bool = False
+    late: int = 0
 
 
 class StorageChain:
@@ -338,6 +344,10 @@ class _PoolStage:
         """The pool, if it takes pages from staging slots now."""
         return self.ready if self.reaches_staging else None
 
+    def answered(self, _: asyncio.Task[Sequence[Outcome]]) -> None:
+        """A late question has its answer."""
+        self.stage.late -= 1
+
     def statistics(self, pool: str) -> PoolStatistics:
         if self.guard is not None:
             return replace(self.guard.statistics(), shed=self.shed)
@@ -382,7 +392,7 @@ class ChainedPool:
         self._seen = ExpiringKeys(limits.known_pages, float("inf"), port.now)
         self._owed = [ExpiringKeys(limits.known_pages, float("inf"), port.now) for _ in chain.stages]
         self._carrying: set[ObjectKey] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._failures = FailureLog(logger)
         self._clearing = 0
         self._former: list[GuardedPool] = []  # of detached stages
@@ -480,13 +490,13 @@ class ChainedPool:
     def _tried(stage: _PoolStage, _: asyncio.Task[None]) -> None:
         stage.trial = None
 
-    def _spawn(self, call: Coroutine[object, object, None]) -> asyncio.Task[None]:
+    def _spawn(self, call: Coroutine[object, object, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(call, name="storage-chain")
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
         return task
 
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("pool %s: a chain of stores failed", self._binding.pool, exc_info=error)
@@ -545,11 +555,25 @@ class ChainedPool:
 
     async def _anywhere(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
         outcomes, left = [Outcome.MISS] * len(keys), list(range(len(keys)))
-        for stage in self._stages:
+        for number in range(len(self._stages)):
             if left:
-                answers = await self._asked(stage, [keys[place] for place in left])
+                answers = await self._heard(number, [keys[place] for place in left])
                 left = _merge(outcomes, left, answers)
         return outcomes
+
+    async def _heard(self, number: int, keys: Sequence[ObjectKey]) -> Sequence[Outcome]:
+        """As `_asked`, but TIMEOUT if a farther stage is late with an answer, to any pool: those of nearer
+        stages wait meanwhile. Its guard still learns what comes, and when."""
+        stage = self._stages[number]
+        if not number:
+            return await self._asked(stage, keys)
+        asking = self._spawn(self._asked(stage, keys))
+        await asyncio.wait([asking], timeout=0.0 if stage.stage.late else _HELD_BACK_SECONDS)
+        if asking.done() and not asking.cancelled():
+            return asking.result()
+        stage.stage.late += 1
+        asking.add_done_callback(stage.answered)
+        return [Outcome.TIMEOUT] * len(keys)
 
     async def _asked(
         self, stage: _PoolStage, keys: Sequence[ObjectKey], *, fresh: bool = False
@@ -610,12 +634,15 @@ class ChainedPool:
         started, late = self.port.now(), list[asyncio.Future[None]]()
         outcomes, sources = [Outcome.MISS] * len(keys), bytearray(len(keys))
         left = list(range(len(keys)))
+        for stage in self._stages:  # also those that nearer ones leave nothing to: pages may be owed to them
+            if keys and stage.ready is None:
+                self._try(stage, keys[0])
         for number, stage in enumerate(self._stages):
             if not left:
                 break
             there = left
             if number + 1 < len(self._stages):  # a read that hangs would cost pages that a farther one has
-                answers = await self._asked(stage, [keys[place] for place in left])
+                answers = await self._heard(number, [keys[place] for place in left])
                 there = [place for place, one in zip(left, answers, strict=True) if one is Outcome.HIT]
                 _merge(outcomes, left, [Outcome.MISS if one is Outcome.HIT else one for one in answers])
             batch = await self._read(stage, [keys[place] for place in there], [slots[p] for p in there])
@@ -632,8 +659,6 @@ class ChainedPool:
 
     async def _read(self, stage: _PoolStage, keys: Sequence[ObjectKey], slots: Sequence[int]) -> BatchResult:
         guard = stage.ready
-        if guard is None and keys:
-            self._try(stage, keys[0])
         if guard is not None and keys:
             with suppress(ClosedError):
                 return await guard.get(keys, slots)
@@ -884,8 +909,9 @@ class ChainedPool:
             self._spawn(self._give_back(slots, late)) if late else self.staged.give_back(slots)
 
     @property
-    def carrying(self) -> set[asyncio.Task[None]]:
-        """What runs beside calls: pages on their way to other stages, trials of stages that are down."""
+    def carrying(self) -> set[asyncio.Task[object]]:
+        """What runs beside calls: pages on their way to other stages, trials of stages that are down, and
+        questions to farther stages."""
         return set(self._tasks)
 
     # Slots in use, and closing
