@@ -374,7 +374,8 @@ class HitOracle(Observer):
         if self._options.policy is PrefetchPolicy.BEST_EFFORT:  # what is read for others may keep the host
             case.allowed |= {MissReason.DEADLINE, MissReason.HOST_CAPACITY}
         case.refused |= case.furthest > self._inventory.host_pages  # not all of it fits at once
-        told_more = self._storage.has_lied and case.limit > self._inventory.host_pages
+        unseen = self._storage.has_lied or self._storage.has_near  # it may have been told of more pages
+        told_more = unseen and case.limit > self._inventory.host_pages
         if case.refused or told_more or not self._asks:
             case.allowed.add(MissReason.HOST_CAPACITY)
         if not (calm and patient):

@@ -32,7 +32,7 @@ from asynchicache_lab.chaos.workload import draw_script
 
 SEEDS = (*range(13), *(200 + edge for edge in EDGES if edge < 27))
 ONCE_FOUND = (832, 1210, 1219, 1290, 1897, 3172, 4707, 5150, 7538, 9672)
-ONCE_FOUND += (15346, 16334, 16666, 17661, 18345, 30208, 31001, 500152)
+ONCE_FOUND += (15346, 16334, 16666, 17661, 18345, 30208, 31001, 500152, 508228)
 FOUND = Path(__file__).parents[2] / "data" / "chaos"
 
 
