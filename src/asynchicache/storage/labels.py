@@ -208,7 +208,7 @@ def check_clock(pools: list[PoolListing], now: float) -> None:
 
 
 @runtime_checkable
-class StoreClock(Protocol):
+class TimeTelling(Protocol):
     """An inventory of a store with a clock of its own."""
 
     async def time(self) -> float:
@@ -225,7 +225,7 @@ async def check_clocks(inventory: Inventory, now: float) -> None:
     Raises:
         StorageError: this clock is not that of the store.
     """
-    ahead = now - await inventory.time() if isinstance(inventory, StoreClock) else 0.0
+    ahead = now - await inventory.time() if isinstance(inventory, TimeTelling) else 0.0
     if abs(ahead) > _SKEW_SECONDS:
         raise StorageError(
             f"this clock is {ahead:,.0f} s from that of the store, so nobody can tell what is in use; "
