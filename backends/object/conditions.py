@@ -15,8 +15,8 @@ _DISTRUST_SECONDS = 300.0
 class Conditions:
     """What one pool's writes on condition that nothing is there, or a known object, have come to.
 
-    Some stores know no such writes, and say so. Some gateways refuse them all: nobody gets a claim there, and
-    everybody waits for one that nobody has.
+    Some stores know no such writes, and say so. Some gateways refuse them all, by one status or another: no
+    page is stored there, nobody gets a claim, and everybody may wait for one that nobody has.
 
     Args:
         place: where the pool is, for the log.

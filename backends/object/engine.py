@@ -17,18 +17,18 @@ from math import inf
 from typing import Any, TypeVar
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import LocalStore, MemoryStore
 
 from asynchicache.backends.compute import over_page
 from asynchicache.backends.object.claims import PageClaims
 from asynchicache.backends.object.clock import StoreClock
 from asynchicache.backends.object.conditions import Conditions
+from asynchicache.backends.object.creation import NewObjects
 from asynchicache.backends.object.finder import Found, PageFinder, Whereabouts
 from asynchicache.backends.object.objects import LABEL, StoredObject, object_alone, object_of
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.requests import Requests, failed, noting
-from asynchicache.backends.object.stores import FAILURES, ignores_conditions, refuses_writes, summary
+from asynchicache.backends.object.stores import FAILURES, refuses_writes, summary
 from asynchicache.errors import StorageError
 from asynchicache.failure_log import FailureLog
 from asynchicache.hashing import ObjectKey
@@ -143,7 +143,8 @@ class ObjectEngine:
                 if one is not Outcome.FAILED and outcomes[number] is not Outcome.EXISTS
             ]
             runs = self._runs(keys, missing)
-            answers = await self._requests.each(partial(self._put, keys, slots), runs)
+            new = NewObjects(self._requests, self._conditions)
+            answers = await self._requests.each(partial(self._put, new, keys, slots), runs)
             await self._claims.release(keys)
         for number, outcome in _by_number(runs, answers):
             outcomes[number] = outcome
@@ -364,7 +365,7 @@ class ObjectEngine:
         return self._binding.header(slot), self._binding.page(slot)[: self._binding.page_bytes]
 
     async def _put(
-        self, keys: Sequence[ObjectKey], slots: Sequence[int], run: Sequence[int]
+        self, new: NewObjects, keys: Sequence[ObjectKey], slots: Sequence[int], run: Sequence[int]
     ) -> list[Outcome]:
         """Store pages in one object."""
         binding, mine = self._binding, [keys[number] for number in run]
@@ -374,7 +375,7 @@ class ObjectEngine:
             parts = list(chain(*(self._frame(slots[number]) for number in run)))
             if isinstance(self._requests.store, MemoryStore):
                 parts = [memoryview(b"".join(parts))]  # obstore would keep our memory instead of a copy
-            outcome = await self._create(stored, parts)
+            outcome = await new.store(stored, parts)
         except FAILURES as error:
             outcome = failed(error)
             # A full store can still be read.
@@ -383,39 +384,6 @@ class ObjectEngine:
         for index, key in enumerate(mine):
             self._finder.remember(key, Found(stored, index))
         return [outcome] * len(run)
-
-    async def _create(self, stored: StoredObject, parts: list[memoryview]) -> Outcome:
-        """Store an object that is not there: of several writers one does, if the store knows conditions."""
-        refused = False
-        if self._conditions.useful:
-            try:
-                await self._send(obstore.put_async, stored.path, parts, mode="create", use_multipart=False)
-            except (AlreadyExistsError, PreconditionError, FileNotFoundError):
-                size = await self._size(stored.path)
-                refused = size is None
-                if not refused:
-                    self._conditions.kept()
-                if size == stored.size:
-                    return Outcome.EXISTS
-            except FAILURES as error:
-                if not ignores_conditions(error):
-                    raise
-                self._conditions.unknown()
-            else:
-                self._conditions.kept()
-                return Outcome.STORED
-        await self._send(obstore.put_async, stored.path, parts, use_multipart=False)
-        if refused:
-            self._conditions.broken()
-        return Outcome.STORED
-
-    async def _size(self, path: str) -> int | None:
-        """Bytes of an object; None if it is not there."""
-        try:
-            found = await self._send(obstore.head_async, path)
-        except FileNotFoundError:
-            return None
-        return found["size"]
 
     async def _drop(self, found: Iterable[Found]) -> dict[StoredObject, Outcome]:
         """Take pages out of their objects; returns how that went."""

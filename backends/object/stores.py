@@ -34,6 +34,8 @@ _FULL = ("507 insufficient storage", "quotaexceeded", "quota exceeded", "storage
 """Status and codes of S3-compatible servers."""
 _BUSY = ("status code: 503", "status code: 429", "slowdown", "serverbusy")
 """Status and codes of stores that ask for fewer requests. obstore does not tell us their `Retry-After`."""
+_ANSWERED = "non-2xx status code: "
+"""Where obstore names the status that a store answered; it says nothing like it of a broken connection."""
 _CODE = re.compile("<Code>([A-Za-z]+)</Code>")
 """Where all three clouds say in one word what is wrong."""
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*(?:OtherError\(\s*)?)?([A-Za-z]+)")
@@ -110,6 +112,11 @@ def refuses_writes(error: Exception) -> bool:
     """Whether a store that works takes no more now: it is full, over a quota, or busy."""
     words = str(error).lower()
     return is_throttled(error) or any(sign in words for sign in _FULL)
+
+
+def refuses(error: Exception) -> bool:
+    """Whether a store that has room and time answered that it does not do this."""
+    return _ANSWERED in str(error) and not refuses_writes(error)
 
 
 def summary(error: Exception) -> str:

@@ -358,6 +358,8 @@ async def test_a_store_without_conditional_writes_has_no_claims(scheme: str) -> 
 
 WRONG = ["412 Precondition Failed", "409 Conflict", "404 Not Found"]
 """What gateways answer to every write on the condition that nothing is there."""
+UNKNOWING = ["400 Bad Request", "403 Forbidden", "500 Internal Server Error"]
+"""What others answer to it, which says nothing of the condition."""
 
 
 @pytest.mark.parametrize("status", WRONG)
@@ -385,7 +387,7 @@ async def test_a_store_that_refuses_every_claim_has_none(
         assert [path for path in store.objects if "claim" in path]
 
 
-@pytest.mark.parametrize("status", WRONG)
+@pytest.mark.parametrize("status", WRONG + UNKNOWING)
 async def test_pages_are_stored_where_every_condition_is_refused(scheme: str, status: str) -> None:
     async with scene(scheme, retries=0) as (store, bench):
         store.unconditional, keys = status, bench.keys(*range(10, 15))
@@ -395,11 +397,49 @@ async def test_pages_are_stored_where_every_condition_is_refused(scheme: str, st
         assert await bench.get(keys, range(10, 15)) == [HIT] * 5
 
 
-async def test_one_refusal_is_no_proof(scheme: str) -> None:
+@pytest.mark.parametrize("status", UNKNOWING)
+async def test_claims_end_where_every_condition_fails(
+    scheme: str, status: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(scheme, object_pages=32, retries=0) as (store, bench):
+        store.unconditional, keys = status, bench.keys(*range(10, 15))
+        for slot, key in enumerate(keys):
+            assert await bench.engine.claim([key], 60.0) == [MISS]
+            assert await bench.put([key], [slot]) == [STORED]
+        assert store.refused == 6, "of three pages the claim and the object"
+        assert caplog.text.count("conditional writes are refused where nothing is") == 1
+
+
+@pytest.mark.parametrize("status", WRONG + UNKNOWING)
+async def test_a_batch_is_stored_where_every_condition_is_refused(scheme: str, status: str) -> None:
+    async with scene(scheme, retries=0, requests=4) as (store, bench):
+        store.unconditional, keys = status, bench.keys(*range(10, 30))
+        assert await bench.put(keys, range(20)) == [STORED] * 20
+        assert await bench.put(bench.keys(30), [20]) == [STORED]
+        assert store.refused <= 6, "four at once; after the first three that were stored without, two more"
+        assert await bench.get(keys, range(30, 50)) == [HIT] * 20
+
+
+@pytest.mark.parametrize("status", WRONG + UNKNOWING)
+async def test_a_store_that_refuses_every_write_is_asked_once_more_a_batch(scheme: str, status: str) -> None:
+    async with scene(scheme, retries=0) as (store, bench):
+        store.lies["PUT"] = response(status)
+        for _ in range(5):
+            before = store.patience
+            assert await bench.put(bench.keys(*range(10, 20)), range(10)) == [FAILED] * 10
+            assert before - store.patience == 11
+        store.lies.clear()
+        store.unconditional = "412 Precondition Failed"
+        assert await bench.put(bench.keys(10), [0]) == [STORED]
+        assert store.refused == 1, "conditions were not taken for broken"
+
+
+@pytest.mark.parametrize("status", ["412 Precondition Failed", "500 Internal Server Error"])
+async def test_one_refusal_is_no_proof(scheme: str, status: str) -> None:
     """Between two writes that are refused one is done."""
     async with scene(scheme, retries=0) as (store, bench):
         for slot in range(8):
-            store.unconditional = "" if slot % 2 else "412 Precondition Failed"
+            store.unconditional = "" if slot % 2 else status
             assert await bench.put(bench.keys(10 + slot), [slot]) == [STORED]
         assert store.refused == 4
 
