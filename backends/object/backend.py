@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import obstore
 
 from asynchicache.backends.engine_registry import EngineRegistry
-from asynchicache.backends.object.clock import StoreClock
+from asynchicache.backends.object.clock import ObjectClock
 from asynchicache.backends.object.engine import ObjectEngine
 from asynchicache.backends.object.objects import longest_name
 from asynchicache.backends.object.options import ObjectOptions
@@ -54,7 +54,7 @@ class ObjectBackend:
         self._port = port
         self._store = make_store(options)
         self._turns = RequestTurns(Turns(options.requests), Turns(options.requests))
-        self._clock = StoreClock(options.url, self._store_time, port.now, time.time)
+        self._clock = ObjectClock(options.url, self._store_time, port.now, time.time)
         self._engines: EngineRegistry[ObjectEngine] = EngineRegistry()
         self._closed = False
 

@@ -16,7 +16,7 @@ import msgspec
 import obstore
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-from asynchicache.backends.object.clock import SKEW_SECONDS, StoreClock
+from asynchicache.backends.object.clock import SKEW_SECONDS, ObjectClock
 from asynchicache.backends.object.conditions import Conditions
 from asynchicache.backends.object.finder import PageFinder
 from asynchicache.backends.object.objects import claim_name
@@ -72,7 +72,7 @@ class PageClaims:
         finder: PageFinder,
         requests: Requests,
         conditions: Conditions,
-        clock: StoreClock,
+        clock: ObjectClock,
         now: Callable[[], float],
     ) -> None:
         self._finder = finder

@@ -20,7 +20,7 @@ _PAUSE_SECONDS = 60.0
 """After an answer, and after none, until the store is asked again."""
 
 
-class StoreClock:
+class ObjectClock:
     """The clock of one store. It costs requests to ask, so nobody does before this machine's says it is time.
 
     Between two answers a clock goes on that does not jump, so a machine's time may be set meanwhile.

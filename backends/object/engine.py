@@ -21,7 +21,7 @@ from obstore.store import LocalStore, MemoryStore
 
 from asynchicache.backends.compute import over_page
 from asynchicache.backends.object.claims import PageClaims
-from asynchicache.backends.object.clock import StoreClock
+from asynchicache.backends.object.clock import ObjectClock
 from asynchicache.backends.object.conditions import Conditions
 from asynchicache.backends.object.creation import NewObjects
 from asynchicache.backends.object.finder import Found, PageFinder, Whereabouts
@@ -71,7 +71,7 @@ class ObjectEngine:
         port: Port,
         requests: Requests,
         options: ObjectOptions,
-        clock: StoreClock,
+        clock: ObjectClock,
     ) -> None:
         self.corrupt = 0
         """Pages that were found damaged, and dropped."""
