@@ -92,7 +92,7 @@ def test_memory_at_an_odd_address_is_copied_as_any_other() -> None:
 
     items = PoolMemory(pages, host).items()
 
-    assert items.word == torch.uint8
+    assert items.host[0].dtype == torch.uint8
     memory.copy_(torch.arange(len(memory)) % 251)
     for ours, theirs in zip(items.host, items.device, strict=True):
         ours.copy_(theirs)
