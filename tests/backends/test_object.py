@@ -8,6 +8,7 @@ import asyncio
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from obstore.exceptions import GenericError
@@ -18,7 +19,6 @@ from asynchicache.backends.object.backend import ObjectBackend
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.stores import advice
 from asynchicache.errors import ClosedError, ConfigError, StorageError
-from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.backends import BackendConformance
@@ -134,11 +134,11 @@ async def test_a_cancelled_call_starts_no_more_requests(tmp_path: Path) -> None:
         calls = []
         inner = bench.engine._put
 
-        async def held(keys: Sequence[ObjectKey], slots: Sequence[int], run: Sequence[int]) -> list[Outcome]:
-            calls.extend(run)
+        async def held(*call: Any) -> list[Outcome]:
+            calls.extend(call[-1])
             began.set()
             await go_on.wait()
-            return await inner(keys, slots, run)
+            return await inner(*call)
 
         bench.engine._put = held
         keys = bench.keys(*range(8))
