@@ -21,7 +21,7 @@ from asynchicache.backends.object.conditions import Conditions
 from asynchicache.backends.object.finder import PageFinder
 from asynchicache.backends.object.objects import claim_name
 from asynchicache.backends.object.requests import Requests, failed
-from asynchicache.backends.object.stores import FAILURES, ignores_conditions
+from asynchicache.backends.object.stores import FAILURES, delete_all, ignores_conditions
 from asynchicache.hashing import ObjectKey
 from asynchicache.types import Outcome
 
@@ -227,9 +227,7 @@ class PageClaims:
         if not paths:
             return
         try:
-            await self._send(obstore.delete_async, list(paths))
-        except FileNotFoundError:
-            return
+            await self._send(delete_all, list(paths))
         except FAILURES as error:
             failed(error)
 

@@ -28,7 +28,7 @@ from asynchicache.backends.object.finder import Found, PageFinder, Whereabouts
 from asynchicache.backends.object.objects import LABEL, StoredObject, object_alone, object_of
 from asynchicache.backends.object.options import ObjectOptions
 from asynchicache.backends.object.requests import Requests, failed, noting
-from asynchicache.backends.object.stores import FAILURES, refuses_writes, summary
+from asynchicache.backends.object.stores import FAILURES, delete_all, refuses_writes, summary
 from asynchicache.errors import StorageError
 from asynchicache.failure_log import FailureLog
 from asynchicache.hashing import ObjectKey
@@ -216,7 +216,7 @@ class ObjectEngine:
             claims: list[str] = []
             stored = [one async for one in self._finder.all(claims)]
             if claims:
-                await self._send(obstore.delete_async, claims)
+                await self._send(delete_all, claims)
         except FAILURES as error:
             raise StorageError(f"{self._options.url} cannot be listed: {summary(error)}") from error
         with self._telling("delete", stored):

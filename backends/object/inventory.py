@@ -13,7 +13,7 @@ from msgspec import structs
 from asynchicache.backends.object.backend import ObjectBackend
 from asynchicache.backends.object.objects import LABEL, StoredObject, is_claim, page_id
 from asynchicache.backends.object.options import ObjectOptions
-from asynchicache.backends.object.stores import FAILURES, advice, make_store, summary
+from asynchicache.backends.object.stores import FAILURES, advice, delete_all, make_store, summary
 from asynchicache.errors import StorageError
 from asynchicache.hashing import NAMESPACE_BYTES
 from asynchicache.ports import Port
@@ -119,13 +119,9 @@ class ObjectInventory:
         return removed
 
     async def tidy(self, pool: PoolListing, before: float) -> None:
-        for path in [path for path, made in self._claims[pool.name] if self._writes and made < before]:
-            try:
-                await obstore.delete_async(self._store, path)
-            except FileNotFoundError:  # its pages have been written meanwhile
-                continue
-            except FAILURES as error:
-                raise StorageError(f"{self._options.url}: not removed: {summary(error)}") from error
+        old = [path for path, made in self._claims[pool.name] if made < before]
+        if self._writes and old:
+            await self._delete(old)
 
     async def check(self, pool: PoolListing) -> AsyncIterator[PagesChecked]:
         async for path, size, _ in self._listed(pool.name):
@@ -144,7 +140,7 @@ class ObjectInventory:
 
     async def _delete(self, names: list[str]) -> None:
         try:
-            await obstore.delete_async(self._store, names)
+            await delete_all(self._store, names)
         except FAILURES as error:
             raise StorageError(f"{self._options.url}: not removed: {summary(error)}") from error
 

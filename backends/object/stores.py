@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import obstore
 from obstore.exceptions import (
     BaseError,
     NotSupportedError,
@@ -95,6 +97,16 @@ def allows_http(config: Mapping[str, str]) -> bool:
     the environment then, but not `AWS_ALLOW_HTTP`, since we set timeouts."""
     addresses = [text for name, text in config.items() if any(word in name.lower() for word in _ADDRESSES)]
     return not addresses or any(text.startswith("http://") for text in addresses)
+
+
+async def delete_all(store: ObjectStore, paths: Sequence[str]) -> None:
+    """Delete objects. Some may be gone already, where a list of deletions ends for some kinds of stores."""
+    try:
+        await obstore.delete_async(store, paths)
+    except FileNotFoundError:
+        for path in paths:
+            with suppress(FileNotFoundError):
+                await obstore.delete_async(store, path)
 
 
 def ignores_conditions(error: Exception) -> bool:

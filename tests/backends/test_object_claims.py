@@ -59,6 +59,11 @@ def claims_below(folder: Path) -> list[Path]:
     return list(folder.rglob(".claim/*"))
 
 
+def objects_below(folder: Path) -> list[Path]:
+    claims = set(claims_below(folder))
+    return [path for path in folder.rglob("0*") if path.is_file() and path not in claims]
+
+
 def claim_of_another(
     server: ObjectServer,
     prefix: str,
@@ -408,3 +413,28 @@ async def test_inventories_count_no_claims_and_remove_them(tmp_path: Path) -> No
         assert claim.exists()
         assert await inventory.remove(pool, keys[0].namespace, all_at_once) == 5
         assert not claim.exists()
+
+
+async def test_what_others_remove_meanwhile_ends_no_removal(tmp_path: Path) -> None:
+    """Pages, and the claims that `gc` and a writer's end remove."""
+    place = {"url": f"file://{tmp_path}", "object_pages": 2}
+    async with bench_at(place) as bench:
+        keys = bench.keys(*range(12))
+        await bench.put(keys[:10], range(10))
+        assert await bench.engine.claim(keys, 60.0) == [EXISTS] * 10 + [MISS] * 2
+    async with AsyncExitStack() as stack:
+        port = AsyncioPort(threads=2, seed=0)
+        stack.push_async_callback(port.aclose)
+        inventory = open_inventory(place, port, writes=True)
+        stack.push_async_callback(inventory.aclose)
+        (pool,) = await inventory.pools()
+        objects = objects_below(tmp_path)
+        assert len(objects) > 3
+
+        async def first_goes(_: int) -> int:
+            if all(path.exists() for path in objects):
+                objects[0].unlink()
+            return 10
+
+        assert await inventory.remove(pool, None, first_goes) == 10
+    assert objects_below(tmp_path) == claims_below(tmp_path) == []
