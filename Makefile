@@ -111,7 +111,7 @@ engines-e2e:  ## our adapters in whole engines that serve tiny models, on a CPU;
 	$(PYTHON) scripts/engines_e2e.py $(ARGS)
 
 # The clients' packages, 1.5 GB, go to .clients once, and the environments of engines-e2e are needed.
-clients-e2e:  ## openai, lm-eval, guidellm and the benchmarks of vLLM and SGLang, unchanged, against `serve`; ARGS="-k openai"
+clients-e2e:  ## openai, lm-eval, guidellm and the benchmarks of vLLM, SGLang and LMCache, unchanged, against `serve`; ARGS="-k openai"
 	$(PYTHON) scripts/clients_e2e.py $(ARGS)
 
 # A few minutes a cache. With a cache's name it judges that one, with --case NAME one case.

@@ -1,8 +1,8 @@
 """What `make clients-e2e` runs: clients that others wrote, pinned and unchanged, and `asynchicache serve`.
 
 openai, lm-eval and guidellm have an environment of their own below `.clients`, installed once from a pinned
-list. The benchmarks of vLLM and SGLang run in the environments of `make engines-e2e`; the one of vLLM that no
-wheel holds comes from vLLM's source archive.
+list. The benchmarks of vLLM and SGLang run in the environments of `make engines-e2e`. Scripts that are in no
+wheel come from the source archives of vLLM and LMCache.
 """
 # ruff: noqa: S603, T201  # it runs our own commands, and prints for people
 
@@ -28,6 +28,7 @@ SUITE = ROOT / "tests" / "clients"
 FOLDER = ROOT / ".clients"
 REQUIREMENTS = ROOT / "scripts" / "clients.txt"
 FOR_BENCHMARKS = ROOT / "scripts" / "clients-benchmarks.txt"
+FOR_JUDGE = ROOT / "scripts" / "judge-lmcache.txt"
 
 
 def make_environment(folder: Path) -> None:
@@ -44,23 +45,28 @@ def make_environment(folder: Path) -> None:
     stamp.write_text(wanted)
 
 
-def fetch_multi_turn(folder: Path) -> Path:
-    """The folder `benchmarks/multi_turn` of vLLM's source archive, of the installed version."""
-    engine = next(engine for engine in engines_e2e.ENGINES if engine.name == "vllm")
-    title = f"vllm-{engine.version}"
-    found = folder / title / "benchmarks" / "multi_turn"
+def fetch_benchmark(folder: Path, requirement: str, script: str) -> str:
+    """The path of a script with its neighbours, from the source archive of `requirement`, NAME==VERSION."""
+    title = requirement.replace("==", "-")
+    found = folder / title / script
     if not found.exists():
-        command = ["-m", "unearth", "--no-binary", "--download", folder, f"vllm=={engine.version}"]
+        command = ["-m", "unearth", "--no-binary", "--download", folder, requirement]
         subprocess.run([python_of(folder), *command], check=True, stdout=subprocess.DEVNULL)
         with tarfile.open(folder / f"{title}.tar.gz") as archive:
-            members = [name for name in archive.getmembers() if "/benchmarks/multi_turn/" in name.name]
-            archive.extractall(folder, members, filter="data")
-    return found
+            part = f"/{Path(script).parent}/"
+            archive.extractall(
+                folder, [name for name in archive.getmembers() if part in name.name], filter="data"
+            )
+    return str(found)
+
+
+def engine_of(name: str) -> engines_e2e.WholeEngine:
+    return next(engine for engine in engines_e2e.ENGINES if engine.name == name)
 
 
 def engine_client(folder: Path, name: str, more: Path) -> dict[str, object]:
     """How a benchmark of an engine is started: its interpreter, and the environment."""
-    engine = next(engine for engine in engines_e2e.ENGINES if engine.name == name)
+    engine = engine_of(name)
     (folder / name).mkdir(parents=True, exist_ok=True)
     engines_e2e.make_environment(folder / name, engine)
     variables = engines_e2e.environment(folder / name, engine)
@@ -83,12 +89,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     make_environment(folder)
+    vllm = f"vllm=={engine_of('vllm').version}"
+    (lmcache,) = (line for line in FOR_JUDGE.read_text().splitlines() if line.startswith("lmcache=="))
     quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     clients: dict[str, object] = {
         "packages": {"python": str(python_of(folder)), "environment": os.environ | quiet},
         "vllm": engine_client(options.engines.resolve(), "vllm", folder / "benchmarks"),
         "sglang": engine_client(options.engines.resolve(), "sglang", folder / "benchmarks"),
-        "multi_turn": str(fetch_multi_turn(folder) / "benchmark_serving_multi_turn.py"),
+        "multi_turn": fetch_benchmark(folder, vllm, "benchmarks/multi_turn/benchmark_serving_multi_turn.py"),
+        "multi_round_qa": fetch_benchmark(folder, lmcache, "benchmarks/multi_round_qa/multi-round-qa.py"),
     }
     if options.install:
         return 0

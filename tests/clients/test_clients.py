@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -46,22 +48,20 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model = ending_as_its_tokenizer(save_checkpoint(tmp_path_factory.mktemp("served") / "model"))
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = ending_as_its_tokenizer(save_checkpoint(tmp_path_factory.mktemp("served") / "model"))
     # Greedy by default: a client takes an answer for rejected if its first token, by chance, ends the text.
-    defaults = model / "generation_config.json"
+    defaults = folder / "generation_config.json"
     defaults.write_text(json.dumps(json.loads(defaults.read_text()) | {"temperature": 0.001}))
+    return folder
+
+
+@contextmanager
+def serving(model: Path, *flags: str | Path) -> Iterator[Served]:
+    """A server that is killed at the end, with whatever it has not written."""
     command = [
-        sys.executable,
-        "-m",
-        "asynchicache",
-        "serve",
-        "--model",
-        model,
-        "--port",
-        "0",
-        "--config",
-        MEMORY,
+        *(sys.executable, "-m", "asynchicache", "serve", "--model", model),
+        *("--port", "0", "--config", MEMORY, *flags),
     ]
     environment = os.environ | {"ASYNCHICACHE_ADMIN_TOKEN": TOKEN}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -69,7 +69,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         try:
             yield Served(process.stdout.readline().split()[-1], model)
         finally:
-            process.terminate()
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> Iterator[Served]:
+    with serving(model) as server:
+        yield server
 
 
 def ran(client: str, arguments: Sequence[str | Path], where: Path, **variables: str) -> str:
@@ -166,6 +172,25 @@ def test_vllm_benchmark_serving_multi_turn(served: Served, tmp_path: Path, flags
         (name, length) for name in names for length in (1, 3, 5)
     ), output
     assert served.counted("cached") > before
+
+
+def test_multi_round_qa_before_and_after_a_kill(model: Path, tmp_path: Path) -> None:
+    """The script of vLLM's production-stack and LMCache; what it asks again after SIGKILL is in the store."""
+    load = (
+        f"{CLIENTS['multi_round_qa']} --model {model} --num-users 3 --num-rounds 3 --qps 3 --time 8 "
+        "--shared-system-prompt 100 --user-history-prompt 60 --answer-len 8 --request-with-user-id"
+    )
+    cached = []
+    for run in ("first", "again"):
+        with serving(model, "--storage-path", tmp_path / "pages") as server:
+            flags = f"--base-url {server.url}/v1 --output {run}.csv"
+            output = ran("packages", [*load.split(), *flags.split()], tmp_path)
+            cached.append(server.counted("cached") / server.counted("prompt"))
+        with (tmp_path / f"{run}.csv").open() as table:
+            answers = list(csv.DictReader(table))
+        assert len(answers) > 3, output
+        assert {float(answer["generation_tokens"]) for answer in answers} == {8.0}
+    assert cached[0] < 0.9 < cached[1], cached
 
 
 def test_what_sglang_bench_multiturn_does_between_its_rates(served: Served, tmp_path: Path) -> None:
