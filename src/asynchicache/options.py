@@ -74,7 +74,7 @@ def default(value: T) -> Given[T, Any]:
     return cast("Given[T, Any]", value)
 
 
-_SECRETS = frozenset({"password", "storage_options"})
+_SECRETS = frozenset({"password", "sentinel_password", "storage_options"})
 
 
 class Option(NamedTuple):
@@ -268,15 +268,17 @@ class CommandOptions(Options, frozen=True):
 
 def shown(name: str, value: object) -> str:
     """The value of an option for a message; hidden where it is, or may hold, a password."""
-    return "***" if name in _SECRETS else f"{_without_password(value)!r:.200}"
+    if name in _SECRETS:
+        return "***"
+    return f"{without_login(value) if isinstance(value, str) else value!r:.200}"
 
 
-def _without_password(value: object) -> object:
+def without_login(text: str) -> str:
     """Cut what stands before the `@` of a URL, whatever else is wrong with it."""
-    if not isinstance(value, str) or "@" not in value:
-        return value
-    scheme, found, rest = value.partition("://")
-    return f"{scheme if found else ''}{found}***@{(rest or value).rpartition('@')[2]}"
+    if "@" not in text:
+        return text
+    scheme, found, rest = text.partition("://")
+    return f"{scheme if found else ''}{found}***@{(rest or text).rpartition('@')[2]}"
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

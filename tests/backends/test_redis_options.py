@@ -47,6 +47,8 @@ def test_who_we_are_comes_from_the_url_or_from_options() -> None:
 def test_a_password_of_another_type_is_not_shown() -> None:
     with pytest.raises(ConfigError, match=r"option password=\*\*\* must be text"):
         RedisOptions.of({"url": "redis://cache", "password": 1234})
+    with pytest.raises(ConfigError, match=r"option sentinel_password=\*\*\* must be text"):
+        RedisOptions.of({"url": "redis://cache", "sentinel_password": 1234})
 
 
 def test_a_password_is_never_shown() -> None:

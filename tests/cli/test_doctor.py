@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from importlib.metadata import EntryPoint, version
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,29 @@ def test_a_redis_that_loses_pages_is_named(
             client.config_set(name, value)
         check = doctor.check_store(DoctorOptions(store=server.url))
     assert (check.ok, words in check.detail) == (ok, True)
+
+
+@pytest.mark.engine("redis")
+def test_a_password_in_the_url_is_in_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "checks", list)
+    users = ["--requirepass", "s3cret", "--user", "bob", "on", ">s3cret", "~*", "+@all"]
+    with RedisServer(tmp_path, *users) as server:
+        places = [f"127.0.0.1:{server.port}", "127.0.0.1:1"]
+        for login, place in product((":s3cret", "bob:s3cret", ":s3cret-wrong"), places):
+            for output in (["--report"], ["--json", "-"], ["--json", str(tmp_path / "found")]):
+                assert main(["doctor", "--store", f"redis://{login}@{place}", *output]) == 0
+            said = "".join(capsys.readouterr()) + (tmp_path / "found").read_text()
+            assert "s3cret" not in said
+            assert f"redis://***@{place}" in said
+            right = place == places[0] and "wrong" not in login
+            assert ("has no maxmemory" in said) == right, said
+
+
+def test_a_folder_may_have_an_at_sign(tmp_path: Path) -> None:
+    folder = tmp_path / "bob@home"
+    assert str(folder) in doctor.check_store(DoctorOptions(store=str(folder))).detail
 
 
 def test_a_store_that_cannot_be_used_is_no_crash(tmp_path: Path) -> None:

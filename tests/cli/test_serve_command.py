@@ -100,6 +100,20 @@ def test_what_cannot_be_served_is_refused(
     assert words in refused(*arguments, capsys=capsys)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--storage-option", "password=s3cret"],
+        ["--config", '{"storage_options": {"password": "s3cret"}'],
+        ["--config", '{"storage": "redis", "storage_options": {"url": "redis://:s3cret@a/b"}}'],
+    ],
+)
+def test_a_password_is_not_in_what_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "s3cret" not in refused("--port", "0", *arguments, capsys=capsys)
+
+
 @pytest.mark.parametrize("missing", ["uvicorn", "starlette", "transformers", "prometheus_client"])
 def test_a_missing_package_is_named(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

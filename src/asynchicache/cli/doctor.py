@@ -277,11 +277,12 @@ def check_ranks(folder: Path | None = None) -> Check:
 
 def check_store(options: DoctorOptions) -> Check:
     """Whether a store is ours or empty, and keeps what it is given."""
+    store = StoreOptions(path=options.store, option=options.option)
     try:
-        faults = asyncio.run(_store_faults(StoreOptions(path=options.store, option=options.option)))
+        faults = asyncio.run(_store_faults(store))
     except StorageError as error:
         faults = [str(error)]
-    return Check("store", not faults, f"{options.store}: {'; '.join(faults) or 'nothing is wrong'}")
+    return Check("store", not faults, f"{store.place}: {'; '.join(faults) or 'nothing is wrong'}")
 
 
 async def _store_faults(options: StoreOptions) -> list[str]:

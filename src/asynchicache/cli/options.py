@@ -19,6 +19,7 @@ from asynchicache.options import (
     Positive,
     about,
     named_values,
+    without_login,
 )
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ class ServeOptions(CommandOptions, frozen=True):
         if self.storage and self.storage_path:
             raise ConfigError("--storage-path is short for --storage file: say one of them")
         if self.storage_option and not self.storage:
-            raise ConfigError(f"--storage-option {self.storage_option[0]}: say whose, with --storage")
+            name = self.storage_option[0].partition("=")[0]  # the value may be a password
+            raise ConfigError(f"--storage-option {name}: say whose, with --storage")
         if self.model == TINY and self.chat_template:
             raise ConfigError(
                 f"--chat-template {self.chat_template}: the tiny model has one; give a checkpoint"
@@ -182,6 +184,11 @@ class StoreOptions(CommandOptions, frozen=True):
         """Whether not all pools are meant."""
         return any(getattr(self, name) for name in _FILTERS)
 
+    @property
+    def place(self) -> str:
+        """The store, for messages: without a login."""
+        return without_login(self.path) if "://" in self.path else self.path
+
     def engine(self) -> tuple[str, dict[str, object]]:
         """The storage engine and its options."""
         scheme, found, _ = self.path.partition("://")
@@ -256,4 +263,4 @@ def _json_object(text: str) -> dict[str, object]:
     try:
         return msgspec.json.decode(text, type=dict[str, object])
     except (msgspec.MsgspecError, UnicodeEncodeError) as error:
-        raise ConfigError(f"--config {text!r} is no JSON object: {error}") from error
+        raise ConfigError(f"--config is no JSON object: {error}") from error  # it may hold a password

@@ -55,7 +55,7 @@ def verify(options: VerifyOptions, output: Output) -> CommandResult:
         return CommandResult(
             checked, facts([(n, str(v)) for n, v in checked.items()], "pages"), not checked["corrupt"]
         )
-    with output.console.status(escape(f"reading {options.path}")):
+    with output.console.status(escape(f"reading {options.place}")):
         report = verify_store(Path(str(found["path"])), repair=options.repair)
     return CommandResult(report.as_json(), _report(report), report.ok)
 
@@ -63,7 +63,7 @@ def verify(options: VerifyOptions, output: Output) -> CommandResult:
 def list_pools(options: ListOptions, output: Output) -> CommandResult:
     """What a store has."""
     now = time.time()
-    with output.console.status(escape(f"listing {options.path}")):
+    with output.console.status(escape(f"listing {options.place}")):
         pools = asyncio.run(_listed(options))
     rows = [_row(pool, options, now) for pool in pools]
     pages, sizes = sum(_pages(pool, options) for pool in pools), [_bytes(pool, options) for pool in pools]
