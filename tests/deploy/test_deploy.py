@@ -53,7 +53,9 @@ def test_each_alert_fires_in_trouble_and_none_on_a_healthy_replica():
 
 
 def test_each_alert_is_tried_and_leads_to_its_page_of_the_runbook():
-    tried = yaml.safe_load(TRIED.read_text())["tests"]
+    trials = [one for test in yaml.safe_load(TRIED.read_text())["tests"] for one in test["alert_rule_test"]]
+    fires = {one["alertname"] for one in trials if one.get("exp_alerts")}
+    quiet = {one["alertname"] for one in trials if not one.get("exp_alerts")}
     runbook = (ROOT / "docs" / "howto" / "runbook.md").read_text()
     titles = re.findall(r"^## (.+)$", runbook, re.M)
     anchors = {title.lower().replace(",", "").replace(" ", "-") for title in titles}
@@ -61,7 +63,7 @@ def test_each_alert_is_tried_and_leads_to_its_page_of_the_runbook():
         page, _, anchor = rule["annotations"]["runbook"].partition("#")
         assert page == "docs/howto/runbook.md"
         assert anchor in anchors, anchor
-        assert all(rule["alert"] in {one["alertname"] for one in test["alert_rule_test"]} for test in tried)
+        assert rule["alert"] in fires & quiet
 
 
 def test_alerts_and_dashboard_ask_for_documented_metrics():

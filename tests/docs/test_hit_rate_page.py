@@ -13,6 +13,7 @@ from asynchicache.integrations.metrics import FAMILIES
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = re.compile(r"^\| `(\w+)` \| (.+) \| (.+) \| (.*)\|$", re.MULTILINE)
 METRIC = re.compile(r"asynchicache_(\w+)(?:\{([^}]*)\})?")
+SERVER = re.compile(r"^\| `asynchicache_(serve_\w+)` \| (?:`(\w+)`)?", re.MULTILINE)
 SUFFIXES = ("_bucket", "_count", "_sum")
 
 
@@ -28,6 +29,8 @@ def test_every_reason_has_its_row_with_a_metric() -> None:
 @pytest.mark.parametrize("page", ["hit-rate.md", "observability.md", "runbook.md"])
 def test_the_metrics_that_a_page_names_are_there_with_these_labels(page: str) -> None:
     known = {family.name: set(family.labels) for family in FAMILIES}
+    server = (DOCS / "howto" / "serve.md").read_text("utf-8")
+    known |= {name: {label} for name, label in SERVER.findall(server)}
     named = METRIC.findall((DOCS / "howto" / page).read_text("utf-8"))
 
     assert len(named) >= 3

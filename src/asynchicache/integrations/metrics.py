@@ -244,7 +244,7 @@ FAMILIES = (
     ),
     Family(
         "shed_slots_total",
-        "Pages and states that did not get to storage, by why.",
+        "Attempts to write a page or state that did not get it to storage, by why.",
         lambda s: s.traffic.shed,
         ("reason",),
     ),

@@ -88,6 +88,7 @@ async def test_storage_comes_and_goes_while_the_server_runs(tmp_path: Path) -> N
         assert await done(server, "detach_storage") == {"detached": True}
         assert await done(server, "detach_storage") == {"detached": False}
         assert (await server.http.get("/health")).json()["storage"] == "none"
+        assert "\nasynchicache_serve_storage_open " not in (await server.http.get("/metrics")).text
         await refused(server, "clear_storage", None, 409, "no storage is attached")
 
 

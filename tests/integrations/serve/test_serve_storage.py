@@ -80,6 +80,7 @@ async def test_storage_that_cannot_be_opened_is_tried_again_and_told_of_once(
     async with running(LOADED, cache=stored_in("file", path=str(blocked)), attach_seconds=0.02) as server:
         await answered(server, PROMPT)
         assert (await server.http.get("/health")).json()["storage"] == "unavailable"
+        assert "\nasynchicache_serve_storage_open 0.0\n" in (await server.http.get("/metrics")).text
         assert "storage: file, unavailable" in "\n".join(describe(server.api))
         while len(tried) < 3:  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -88,6 +89,7 @@ async def test_storage_that_cannot_be_opened_is_tried_again_and_told_of_once(
         while (await server.http.get("/health")).json()["storage"] != "ok":  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert "storage: file, open" in list(describe(server.api))
+        assert "\nasynchicache_serve_storage_open 1.0\n" in (await server.http.get("/metrics")).text
         await answered(server, "now it is there: " + PROMPT)
         await server.api.model.drain()
         assert server.api.model.cache.statistics().storage["kv"].put.pages > 0

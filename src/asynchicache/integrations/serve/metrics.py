@@ -47,6 +47,13 @@ class ServerCollector(Collector):
         now.add_metric(["waiting"], model.waiting)
         yield now
 
+        storage = GaugeMetricFamily(
+            _PREFIX + "storage_open", "1 while storage is open, 0 while it cannot be opened."
+        )
+        if self._api.storage.name:
+            storage.add_metric([], int(bool(model.cache.statistics().storage)))
+        yield storage
+
         seen = self._api.first_token.snapshot()
         waited = HistogramMetricFamily(
             _PREFIX + "first_token_seconds", "From a request's tokens to its answer's first."
