@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+from itertools import product
 from unittest.mock import patch
 
+from asynchicache.hashing import NAMESPACE_BYTES, namespace_seed, page_digests
 from asynchicache.tree import outline as outlines
 from asynchicache.tree.node import Node
 from asynchicache.tree.outline import outline
@@ -40,6 +43,19 @@ def test_only_the_top_of_a_large_tree_is_visited() -> None:
     with patch.object(outlines, "LOOKED_AT", 25):
         assert len(outline([root], 100)) == 25
     assert outline([], 5) == []
+
+
+def test_runs_of_one_namespace_have_different_names() -> None:
+    root, names = Node(None, b"", b"", 0, 1), []
+    for salt, number in product((None, "tenant"), (1, 2)):
+        node = add_child(root, len(root.children), pages=2)
+        node.digests = page_digests(array("Q", [7, number]), 1, namespace_seed(None, salt))
+        names.append(node.digests[-1].hex()[2 * NAMESPACE_BYTES :])
+
+    found = [one.digest for one in outline([root], 10)]
+
+    assert len(set(found)) == 4
+    assert all(name.startswith(one) and len(one) == 12 for name, one in zip(names, found, strict=True))
 
 
 class Counted(dict[bytes, Node]):

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
+from asynchicache.hashing import NAMESPACE_BYTES
 from asynchicache.tree.node import FULL_DEVICE, FULL_HOST, RESIDENT, Node
 
 LOOKED_AT = 2000
@@ -18,7 +19,7 @@ class PrefixOutline(NamedTuple):
 
     Attributes:
         parent: index of the run before it in the outline; -1 for none.
-        digest: first bytes of the digest of its last page, in hex; empty if nobody needed it yet.
+        digest: of its last page, 6 bytes in hex that follow the namespace; empty if nobody needed it yet.
         pages, end: how many pages it has, and the pages from the beginning to its end.
         below: runs that continue it, directly or not, as far as was looked.
         users: requests and copies that hold it or what continues it.
@@ -80,4 +81,4 @@ def _visit(roots: Iterable[Node]) -> tuple[list[Node], list[int]]:
 
 
 def _digest(node: Node) -> str:
-    return node.digests[-1].hex()[:12] if node.digests else ""
+    return node.digests[-1][NAMESPACE_BYTES:][:6].hex() if node.digests else ""

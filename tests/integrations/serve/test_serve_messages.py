@@ -279,3 +279,21 @@ def test_the_error_has_openais_shape() -> None:
         "error": {"message": "no", "type": "rate_limit_error", "param": "p", "code": "c"}
     }
     assert error.response().headers["retry-after"] == "3"
+
+
+BOTH = "a person's matter, \"they\" say, and 'none' of the log's"
+
+
+@pytest.mark.parametrize(
+    ("message", "logged"),
+    [
+        ("model 'small' is not here: this server has 'tiny'" + " of ours" * 9 + " ('x')", None),
+        ("the model's file and the clients' words, of which there are many, are not 'quoted'", None),
+        (f"role {'private ' * 9!r} is none", "role '...' is none"),
+        (f"role {BOTH!r} is 'none'", "role '...' is 'none'"),
+        (f"role {BOTH.replace(chr(34), '')!r}", 'role "..."'),
+        (f"role {'private ' * 99!r:.80}", "role '...'"),  # cut, so that its second quote is missing
+    ],
+)
+def test_the_log_leaves_out_what_is_long_within_quotes_only(message: str, logged: str | None) -> None:
+    assert ApiError(message).logged == (logged or message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -85,28 +86,34 @@ async def test_storage_comes_and_goes_while_the_server_runs(tmp_path: Path) -> N
         await done(server, "flush_cache")
         assert await cached(server) == 0
 
-        assert await done(server, "detach_storage") == {"detached": True}
-        assert await done(server, "detach_storage") == {"detached": False}
+        assert await done(server, "detach_storage") == {"detached": True, "attempts_ended": False}
+        assert await done(server, "detach_storage") == {"detached": False, "attempts_ended": False}
         assert (await server.http.get("/health")).json()["storage"] == "none"
         assert "\nasynchicache_serve_storage_open " not in (await server.http.get("/metrics")).text
         await refused(server, "clear_storage", None, 409, "no storage is attached")
 
 
-async def test_storage_that_is_tried_again_can_be_given_up_or_be_attached_at_once(tmp_path: Path) -> None:
-    blocked = tmp_path / "pages"
+async def test_storage_that_is_tried_again_can_be_given_up_or_be_attached_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    blocked = tmp_path / ("pages" * 9)
     blocked.write_text("in the way")
     cache = msgspec.structs.replace(SMALL, storage="file", storage_options={"path": str(blocked)})
     async with running(LOADED, cache=cache, admin_token=TOKEN, attach_seconds=3600.0) as server:
         await refused(server, "attach_storage", {}, 503, "pages")
+        (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("serve.access")]
+        assert blocked.name in line, "an operator's own words are not hidden"
         assert (await server.http.get("/health")).json()["storage"] == "unavailable"
         blocked.unlink()
         assert await done(server, "attach_storage", {}) == {"storage": "file"}
         assert (await server.http.get("/health")).json()["storage"] == "ok"
-        await done(server, "detach_storage")
+        assert await done(server, "detach_storage") == {"detached": True, "attempts_ended": False}
         shutil.rmtree(blocked)
         blocked.write_text("in the way again")
     async with running(LOADED, cache=cache, admin_token=TOKEN, attach_seconds=3600.0) as server:
-        assert await done(server, "detach_storage") == {"detached": False}
+        assert await done(server, "detach_storage") == {"detached": False, "attempts_ended": True}
+        assert await done(server, "detach_storage") == {"detached": False, "attempts_ended": False}
         assert (await server.http.get("/health")).json()["storage"] == "none"
 
 

@@ -70,17 +70,20 @@ class ServedStorage:
         self.name = chosen.storage_name
         return self.name
 
-    async def detach(self) -> bool:
-        """Go on without storage; False if none was attached."""
-        await self._give_up()
+    async def detach(self) -> tuple[bool, bool]:
+        """Go on without storage: whether some was attached, and whether attempts to attach it ended."""
+        ended = await self._give_up()
         self.name = ""
-        return await self._cache.detach_storage()
+        return await self._cache.detach_storage(), ended
 
-    async def _give_up(self) -> None:
+    async def _give_up(self) -> bool:
+        """Try no more; False if nothing was being tried."""
         task, self._trying = self._trying, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)  # another attempt may have been quicker
+        if task is None or task.done():
+            return False
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)  # another attempt may have been quicker
+        return True
 
     async def _attached(self) -> bool:
         try:

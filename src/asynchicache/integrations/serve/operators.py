@@ -55,9 +55,9 @@ class OperatorEndpoints:
         except UsageError as error:
             if isinstance(error, ApiError):
                 raise
-            raise ApiError(str(error), status=409) from error
+            raise ApiError(str(error), status=409, rule=str(error)) from error
         except StorageError as error:
-            raise ApiError(str(error), status=503, code="storage_unavailable") from error
+            raise ApiError(str(error), status=503, code="storage_unavailable", rule=str(error)) from error
         request.scope[DETAIL] = msgspec.json.encode(told).decode()
         return JSONResponse(told)
 
@@ -80,7 +80,8 @@ class OperatorEndpoints:
         return {"storage": await self._api.storage.attach(order.storage, order.storage_options)}
 
     async def _detach(self, request: Request) -> Told:
-        return {"detached": await self._api.storage.detach()}
+        detached, ended = await self._api.storage.detach()
+        return {"detached": detached, "attempts_ended": ended}
 
     async def _clear(self, request: Request) -> Told:
         if not self._api.model.cache.statistics().storage:

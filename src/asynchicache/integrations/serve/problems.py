@@ -14,7 +14,9 @@ CLIENT_LEFT = 499
 
 
 _MOST_LOGGED = 200
-_QUOTED = re.compile(r"""(['"`]).{40,}?\1""")
+_LONG = 40
+_QUOTED = re.compile(r"""(?<!\w)(['"`])((?:\\.|(?!\1).)*)(?:\1|\Z)""", re.DOTALL)
+"""Words in quotes, as repr writes them; cut ones have no second quote. An apostrophe begins none."""
 
 
 class ApiError(UsageError):
@@ -25,7 +27,7 @@ class ApiError(UsageError):
         param: path of the invalid field, such as `messages[0].role`.
         code: machine-readable code, such as `context_length_exceeded`.
         retry_after: seconds after which a retry may succeed.
-        rule: what the log says in place of a message that may quote the prompt.
+        rule: what the log says in place of the message; without anything that a client sent.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class ApiError(UsageError):
     @property
     def logged(self) -> str:
         """The field and the rule, for the log: one bounded line, without anything long that a client sent."""
-        words = _QUOTED.sub(r"\1...\1", self._rule or str(self))
+        words = self._rule or _QUOTED.sub(_shortened, str(self))
         if self.param is not None and self.param not in words:
             words = f"{self.param}: {words}"
         words = "".join(one if one.isprintable() else "?" for one in words)
@@ -69,6 +71,10 @@ class ApiError(UsageError):
         if self.status == 429:
             return "rate_limit_error"
         return "server_error" if self.status >= 500 else "invalid_request_error"
+
+
+def _shortened(found: re.Match[str]) -> str:
+    return found[0] if len(found[2]) < _LONG else f"{found[1]}...{found[1]}"
 
 
 def overloaded(message: str, retry_after: int) -> ApiError:
