@@ -129,7 +129,7 @@ def _present(counts: RequestCounts) -> RenderableType:
         "prompt tokens": counts.prompt_tokens,
         "of them cached": counts.cached_tokens,
         "generated tokens": counts.completion_tokens,
-        "clients that left": counts.cancelled,
+        "cancelled": counts.cancelled,
     }
     refused = {f"refused with status {status}": number for status, number in sorted(counts.refused.items())}
     return facts([(name, f"{number:,}") for name, number in (numbers | refused).items()], "served")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import time
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from asynchicache.errors import ConfigError
 from asynchicache.integrations.serve.connections import while_connected
 from asynchicache.integrations.transformers.forward import feed
 from integrations.serve.checkpoints import tiny_loaded
+from integrations.serve.peers import connected
 from integrations.serve.serving import (
     SMALL,
     Running,
@@ -132,17 +134,45 @@ async def test_who_is_being_answered_when_it_stops_is_answered() -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_second_signal_waits_for_nobody() -> None:
+async def test_idle_connections_are_closed_when_it_stops_and_a_body_that_comes_then_is_refused() -> None:
+    async with running(LOADED) as server, connected(server, 3) as (fresh, used, late):
+        assert (await used.ask("/health")).status_code == 200
+        content = json.dumps(body()).encode()
+        late.announce("/v1/completions", len(content))
+        await until(lambda: server.server.server_state.tasks)
+        server.server.stop()
+        assert await fresh.closed()
+        assert await used.closed()
+        late.send(content)
+        assert is_told_of_the_end(await late.answer())
+        assert await late.closed()
+
+
+def is_told_of_the_end(answer: httpx.Response) -> bool:
+    error = answer.json()["error"]
+    return (answer.status_code, error["code"], answer.headers["retry-after"]) == (503, "stopping", "1")
+
+
+@pytest.mark.asyncio
+async def test_the_second_signal_waits_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     async with running(LOADED) as server:
         async with server.http.stream("POST", "/v1/completions", json=LONG) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
             with held(LOADED):
+                whole = post(server, body())
+                await until(lambda: server.api.model.running + server.api.model.waiting == 2)
                 server.server.stop()
                 server.server.stop()
-            with pytest.raises(httpx.RemoteProtocolError):
-                await anext(line async for line in lines if "[DONE]" in line)
+            *_, last = [line async for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stopping"
+        assert is_told_of_the_end(await whole)
         assert (await server.task).answered == 0
+    assert "Exception in ASGI application" not in caplog.text
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("serve.access")]
+    assert sorted(line.split()[3] for line in lines) == ["200", "503"]
+    assert all(line.endswith("the server is shutting down; try another") for line in lines)
 
 
 @pytest.mark.soak
@@ -154,8 +184,8 @@ async def test_who_takes_longer_than_draining_may_is_cut_off() -> None:
                 lines = answer.aiter_lines()
                 await anext(lines)
                 server.server.stop()
-                with pytest.raises(httpx.RemoteProtocolError):
-                    await anext(line async for line in lines if "[DONE]" in line)
+                *_, last = [line async for line in lines if line]
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stopping"
             counts = await server.task
     assert (counts.answered, counts.cancelled) == (0, 1)
 

@@ -17,7 +17,7 @@ from asynchicache.errors import CacheError
 from asynchicache.integrations.serve.access import DETAIL, AccessLog
 from asynchicache.integrations.serve.api import Api, unknown_model
 from asynchicache.integrations.serve.bodies import BodyRoom, read_body
-from asynchicache.integrations.serve.connections import while_connected
+from asynchicache.integrations.serve.connections import ToldOfTheEnd, while_connected
 from asynchicache.integrations.serve.messages import (
     ChatRequest,
     CompletionRequest,
@@ -75,7 +75,7 @@ def build_app(
             HTTPException: endpoints.no_route,
             Exception: endpoints.failed,
         },
-        middleware=[Middleware(AccessLog)],
+        middleware=[Middleware(AccessLog), Middleware(ToldOfTheEnd)],
     )
     app.state.bodies = room
     return app

@@ -1,11 +1,46 @@
-"""Cancel the work of a request when its client disconnects."""
+"""Cancel the work of a request when its client disconnects, and tell the client if the server cancels it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
 
-from starlette.types import Receive
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from asynchicache.integrations.serve.access import DETAIL
+from asynchicache.integrations.serve.problems import stopping
+from asynchicache.integrations.serve.replies import server_sent
+
+
+class ToldOfTheEnd:
+    """ASGI middleware that answers requests which are cancelled, as the server does when draining takes too long.
+
+    The answer is status 503, or in a stream the event of an error.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun, kind, more = False, b"", True
+
+        async def watched(message: Message) -> None:
+            nonlocal begun, kind, more
+            if message["type"] == "http.response.start":
+                begun, kind = True, dict(message.get("headers", ())).get(b"content-type", b"")
+            else:
+                more = message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except asyncio.CancelledError:
+            problem = stopping()
+            scope[DETAIL] = problem.logged
+            if not begun:
+                await problem.response()(scope, receive, send)
+            elif more and kind.startswith(b"text/event-stream"):
+                await send({"type": "http.response.body", "body": server_sent(problem.body())})
 
 
 async def while_connected(receive: Receive, work: Coroutine[object, object, None]) -> None:

@@ -29,6 +29,7 @@ from asynchicache.integrations.transformers.model import PrefixCachedModel
 _log = logging.getLogger(__name__)
 
 _KEEP_ALIVE = 60  # seconds; longer than pauses of clients, or they would reuse a closing connection
+_LAST_SECONDS = 1.0  # for clients that do not read
 _LEAST_TOKEN = 16  # characters, so that it cannot be guessed
 _OF_ONE_PROCESS = {"file", "memory"}  # storage that no second server can have open
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -169,6 +170,8 @@ async def serve(
         server = ApiServer(config, api, ready)
         await server.serve(sockets=[listener])
         await api.idle()  # requests that did not drain in time were cancelled, and end now
+        if tasks := server.server_state.tasks:
+            await asyncio.wait(tasks, timeout=_LAST_SECONDS)  # which tell their clients
         return api.counts
 
 
