@@ -13,7 +13,7 @@ from asynchicache.integrations.serve.replies import server_sent
 
 
 class ToldOfTheEnd:
-    """ASGI middleware that answers requests which are cancelled, as the server does when draining takes too long.
+    """ASGI middleware that answers cancelled requests. The server cancels those that do not drain in time.
 
     The answer is status 503, or in a stream the event of an error.
     """
@@ -35,11 +35,13 @@ class ToldOfTheEnd:
         try:
             await self._app(scope, receive, watched)
         except asyncio.CancelledError:
+            if not more:  # it was answered
+                return
             problem = stopping()
             scope[DETAIL] = problem.logged
             if not begun:
                 await problem.response()(scope, receive, send)
-            elif more and kind.startswith(b"text/event-stream"):
+            elif kind.startswith(b"text/event-stream"):
                 await send({"type": "http.response.body", "body": server_sent(problem.body())})
 
 
