@@ -39,22 +39,26 @@ class FailureLog:
 
     def warning(
         self, kind: object, message: str, *args: object, pages: int = 1, level: int = logging.WARNING
-    ) -> None:
+    ) -> bool:
         """Log a failure, or count it if one of its kind was logged in the last `PAUSE_SECONDS`.
 
         Args:
             kind: what makes failures the same, hashable; there must be few, so no key or text is part of it.
             message, args: as of `logging.Logger.warning`.
             pages: how many pages failed.
+
+        Returns:
+            Whether it was logged now.
         """
         with self._lock:
             now, before = self._now(), self._kinds.get(kind)
             if before is not None and now - before.logged < PAUSE_SECONDS:
                 before.failures += 1
                 before.pages += pages
-                return
+                return False
             self._kinds[kind] = _LeftOut(now)
         if before is not None and before.failures:
             message += " (%d more failures of this kind, of %d pages, were not logged before)"
             args = (*args, before.failures, before.pages)
         self._logger.log(level, message, *args)
+        return True

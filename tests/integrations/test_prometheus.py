@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -21,6 +23,7 @@ from asynchicache.storage.limits import PoolLimits
 from asynchicache.testing.faults import FaultRates, Faulty
 from cache.engine import SPEC, Engine, config
 
+ALERTS = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml"
 PROMPT = list(range(100, 121))  # five pages of four tokens, and a token to compute
 
 
@@ -133,6 +136,23 @@ async def test_namespaces_are_counted_on_request_only_and_few_of_them():
         assert scrape.total("namespace_prompt_tokens_total", namespace="a") == 42
         assert scrape.total("namespace_hit_tokens_total", namespace="a") == 20
         assert scrape.total("namespace_prompt_tokens_total", namespace="other") == 42
+
+
+@pytest.mark.asyncio
+async def test_what_an_alert_takes_the_increase_of_is_there_before_it_counts():
+    """An increase does not see what a series counted before its first sample."""
+    asked = re.findall(r"increase\(asynchicache_(\w+)\{(\w+)=\"(\w+)\"\}", ALERTS.read_text())
+    assert len(asked) >= 3
+    two = config(storage=["memory", {"backend": "memory", "name": "far"}])
+    async with HybridCache.open(SPEC, two) as cache:
+        scrape = Scrape(registered(cache))
+        for name, label, value in asked:
+            assert scrape.total(name, **{label: value}) == 0
+        for pool in SPEC.pools:
+            for stage in ("memory", "far"):
+                labels = {"stage": stage, "pool": pool.name, "op": "get", "outcome": "corrupt"}
+                assert scrape.total("storage_stage_pages_total", **labels) == 0
+        assert scrape.total("shed_slots_total", reason="budget") == 0
 
 
 async def scrape_beside(rates: FaultRates, deadline: float) -> Scrape:

@@ -207,7 +207,9 @@ async def test_pages_of_other_pools_leave_too() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("rates", [FaultRates(raises=1.0), FaultRates(fail=1.0)])
-async def test_a_failing_stage_costs_its_pages_and_nothing_else(stage: int, rates: FaultRates) -> None:
+async def test_a_failing_stage_costs_its_pages_and_nothing_else(
+    stage: int, rates: FaultRates, caplog: pytest.LogCaptureFixture
+) -> None:
     async with chained(ALL, ALL, cooldown=1000, failures=2) as s:
         await s.put(1, 2, 3)
         s.stores[stage].drop(s.keys(2)[0])
@@ -223,6 +225,9 @@ async def test_a_failing_stage_costs_its_pages_and_nothing_else(stage: int, rate
         assert breakers[1 - stage] is BreakerState.CLOSED
         assert s.pool.statistics().breaker is BreakerState.CLOSED
         assert s.pool.statistics().exists.errors > 0
+        lines = [record.getMessage() for record in caplog.records]
+        assert sum("its breaker is open" in line for line in lines) == 1
+        assert all(line.startswith(f"pool kv in stage stage{stage}: ") for line in lines)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

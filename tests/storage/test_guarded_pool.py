@@ -668,13 +668,49 @@ async def test_the_breaker_opens_and_lets_one_call_try() -> None:
 
 
 @pytest.mark.asyncio
-async def test_late_calls_open_the_breaker_too() -> None:
+async def test_late_calls_open_the_breaker_too_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     async with scene(deadline=SOON, failures=1) as s:
         s.engine.gate.clear()
         await s.get(1)
 
         assert s.pool.statistics().breaker is BreakerState.OPEN
+        assert [record.getMessage() for record in caplog.records] == [
+            "pool kv: storage is not asked now, its breaker is open: "
+            f"get of 1 pages took longer than {SOON:g} s; tried in 5 s"
+        ]
         s.engine.gate.set()
+
+
+@pytest.mark.asyncio
+async def test_the_log_has_an_opening_and_its_end_and_not_more_than_one_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with scene(failures=1, cooldown=10) as s:
+        for _ in range(3):
+            s.engine.answer = lambda pages: asyncio.sleep(0, [Outcome.FAILED] * pages)
+            for _ in range(3):  # the second and the third are failed trials
+                await s.get(1)
+                s.port.seconds += 10
+            s.engine.answer = s.engine.good
+            await s.get(1)
+            await s.get(1)
+            assert s.pool.statistics().breaker is BreakerState.CLOSED
+
+    assert [record.getMessage() for record in caplog.records if "asked" in record.getMessage()] == [
+        "pool kv: storage is not asked now, its breaker is open: get of 1 pages failed; tried in 10 s",
+        "pool kv: storage answers, and is asked again",
+    ]
+
+
+@pytest.mark.asyncio
+async def test_pages_with_other_bytes_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async with scene() as s:
+        s.engine.answer = lambda pages: asyncio.sleep(0, [Outcome.CORRUPT] * 2 + [Outcome.HIT] * (pages - 2))
+        for _ in range(3):
+            await s.get(3)
+    assert [record.getMessage() for record in caplog.records] == [
+        "pool kv: 2 of 3 pages came back with other bytes than were written; they are not used"
+    ]
 
 
 @pytest.mark.asyncio

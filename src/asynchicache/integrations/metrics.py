@@ -12,16 +12,15 @@ from typing import Any, NamedTuple, TypeAlias
 from asynchicache.controller.statistics import CacheStatistics, GroupStatistics, Occupancy
 from asynchicache.histograms import Distribution
 from asynchicache.storage.breaker import BreakerState
+from asynchicache.storage.guard import ENGINE_CALLS
 from asynchicache.storage.statistics import CallStatistics, PoolStatistics
-from asynchicache.types import Tier
+from asynchicache.types import Outcome, ShedReason, Tier
 
 PREFIX = "asynchicache_"
 
 Value: TypeAlias = float | Distribution
 Nested: TypeAlias = Value | Mapping[Any, Any]
 """A value, or, by label value, what is nested further. A key that is a tuple has several label values."""
-
-_OPS = ("exists", "get", "put", "delete", "touch")
 
 
 class Family(NamedTuple):
@@ -87,7 +86,16 @@ def _stages(read: Callable[[PoolStatistics], Nested]) -> Callable[[CacheStatisti
 
 
 def _calls(read: Callable[[CallStatistics], Nested]) -> Callable[[PoolStatistics], Nested]:
-    return lambda stored: {op: read(getattr(stored, op)) for op in _OPS}
+    return lambda stored: {kind.name: read(getattr(stored, kind.name)) for kind in ENGINE_CALLS}
+
+
+def _outcomes(stored: PoolStatistics) -> Nested:
+    """From 0 on: what a series counted before its first sample is no `increase`."""
+    return {
+        kind.name: dict.fromkeys((*kind.answers, Outcome.TIMEOUT), 0)
+        | dict(getattr(stored, kind.name).outcomes)
+        for kind in ENGINE_CALLS
+    }
 
 
 def _faults(calls: CallStatistics) -> Nested:
@@ -245,14 +253,14 @@ FAMILIES = (
     Family(
         "shed_slots_total",
         "Attempts to write a page or state that did not get it to storage, by why.",
-        lambda s: s.traffic.shed,
+        lambda s: dict.fromkeys(ShedReason, 0) | dict(s.traffic.shed),
         ("reason",),
     ),
     Family("storing_bytes", "Bytes of storage writes in flight.", lambda s: s.storing_bytes),
     Family(
         "storage_pages_total",
         "Pages of calls to storage, by outcome.",
-        _pools(_calls(lambda calls: calls.outcomes)),
+        _pools(_outcomes),
         ("pool", "op", "outcome"),
     ),
     Family(
@@ -317,7 +325,7 @@ FAMILIES = (
     Family(
         "storage_stage_pages_total",
         "Pages of calls to a stage, by outcome.",
-        _stages(_calls(lambda calls: calls.outcomes)),
+        _stages(_outcomes),
         ("stage", "pool", "op", "outcome"),
     ),
     Family(

@@ -434,7 +434,8 @@ class ChainedPool:
         binding = self._binding.over(self.staged)
         binding.regions = partial(self._all_memory, stage)
         try:
-            guard = await open_guarded(stage.stage.backend, binding, self.port, stage.limits)
+            store, name = stage.stage.backend, stage.stage.name
+            guard = await open_guarded(store, binding, self.port, stage.limits, name)
         except StorageError as failed:
             message = "pool %s: storage stage %s cannot be opened, and is tried again: %s"
             self._failures.warning(stage.stage.name, message, self._binding.pool, stage.stage.name, failed)

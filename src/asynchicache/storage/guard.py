@@ -290,13 +290,20 @@ class GuardedPool:
         engine: the engine to guard; `aclose` closes it.
         binding: the pool's slots, for checks that the engine does not do.
         limits: deadlines and limits; the defaults if None.
+        stage: of a chain of stores, for the log.
     """
 
     def __init__(
-        self, engine: PoolEngine, binding: PoolBinding, port: Port, limits: PoolLimits | None = None
+        self,
+        engine: PoolEngine,
+        binding: PoolBinding,
+        port: Port,
+        limits: PoolLimits | None = None,
+        stage: str = "",
     ) -> None:
         self._engine = engine
         self._binding = binding
+        self._logged_as = f"{binding.pool} in stage {stage}" if stage else binding.pool
         self._port = port
         self._limits = limits or PoolLimits()
         self._capabilities = engine.capabilities
@@ -316,6 +323,7 @@ class GuardedPool:
         self._calls: dict[_RunningCall, None] = {}  # in the order they began
         self._watchers: list[tuple[frozenset[int], asyncio.Future[None]]] = []
         self._failures = FailureLog(logger)
+        self._told_open = False
         self._counters = {
             kind.name: CallCounters(binding.page_bytes if kind.moves_pages else 0) for kind in ENGINE_CALLS
         }
@@ -476,7 +484,7 @@ class GuardedPool:
             await with_deadline(call, self._limits.deadline, "label")
         except Exception as error:  # noqa: BLE001 - the boundary to the backend's engine
             self._label_due = self._port.now() + self._limits.cooldown
-            logger.info("pool %s: its label was not written: %r", self._binding.pool, error)
+            logger.info("pool %s: its label was not written: %r", self._logged_as, error)
 
     async def leaving(self, pages: int) -> list[ObjectKey]:
         """What the engine would evict to take `pages` more pages, of any pool; nothing if it does not say."""
@@ -485,7 +493,7 @@ class GuardedPool:
             return list(await with_deadline(call, self._limits.deadline, "leaving"))
         except Exception as error:  # noqa: BLE001 - the boundary to the backend's engine
             message = "pool %s: leaving of %d pages failed: %r"
-            self._failures.warning("leaving", message, self._binding.pool, pages, error, pages=pages)
+            self._failures.warning("leaving", message, self._logged_as, pages, error, pages=pages)
             return []
 
     async def clear(self) -> int:
@@ -735,7 +743,7 @@ class GuardedPool:
         if call.timer is not None:
             call.timer.cancel()
         if call.kind.feeds_breaker:
-            self._breaker.failed()
+            self._call_failed(call.kind, call.pages, f"took longer than {self._limits.deadline:g} s")
         tally = self._counters[call.kind.name]
         tally.late += 1
         tally.count_answered({Outcome.TIMEOUT: call.pages}, self._port.now() - call.started)
@@ -816,7 +824,7 @@ class GuardedPool:
         message = "pool %s: %s of %d pages failed: %r"
         kind_of = (kind.name, type(error))
         self._failures.warning(
-            kind_of, message, self._binding.pool, kind.name, pages, error, pages=pages, level=level
+            kind_of, message, self._logged_as, kind.name, pages, error, pages=pages, level=level
         )
 
     def _record(
@@ -830,19 +838,44 @@ class GuardedPool:
             self._failures.warning(
                 (kind.name, Outcome.FAILED),
                 "pool %s: %s of %d pages failed, of %d: the engine answers 'failed', its log may say why",
-                self._binding.pool,
+                self._logged_as,
                 kind.name,
                 lost,
                 pages,
                 pages=lost,
             )
+        if damaged := counts.get(Outcome.CORRUPT, 0):
+            message = (
+                "pool %s: %d of %d pages came back with other bytes than were written; they are not used"
+            )
+            self._failures.warning(Outcome.CORRUPT, message, self._logged_as, damaged, pages, pages=damaged)
         if kind.feeds_breaker and lost == pages:
             if not OptionalVerbs(self._engine).degraded:  # else the lost part alone is not asked
-                self._breaker.failed()
+                self._call_failed(kind, pages, "failed")
         elif kind.feeds_breaker:
-            self._breaker.succeeded(weak=not kind.moves_pages)
+            self._call_succeeded(kind)
         self._counters[kind.name].count_answered(counts, self._port.now() - started)
         return outcomes
+
+    def _call_failed(self, kind: EngineCall, pages: int, how: str) -> None:
+        """Tell the breaker, and the log if it opens: once, then once a minute as long as trial calls fail."""
+        before = self._breaker.opened
+        self._breaker.failed()
+        if self._breaker.opened > before:
+            message = (
+                "pool %s: storage is not asked now, its breaker is open: %s of %d pages %s; tried in %g s"
+            )
+            named, seconds = self._logged_as, self._limits.cooldown
+            self._told_open |= self._failures.warning(
+                BreakerState.OPEN, message, named, kind.name, pages, how, seconds, pages=pages
+            )
+
+    def _call_succeeded(self, kind: EngineCall) -> None:
+        """Tell the breaker, and the log if it closes and the log said that it was open."""
+        self._breaker.succeeded(weak=not kind.moves_pages)
+        if self._told_open and self._breaker.state is BreakerState.CLOSED:
+            self._told_open = False
+            logger.warning("pool %s: storage answers, and is asked again", self._logged_as)
 
     def __repr__(self) -> str:
         return (
@@ -855,12 +888,13 @@ class GuardedPool:
 
 
 async def open_guarded(
-    backend: StorageBackend, binding: PoolBinding, port: Port, limits: PoolLimits
+    backend: StorageBackend, binding: PoolBinding, port: Port, limits: PoolLimits, stage: str = ""
 ) -> GuardedPool:
     """Open the backend's engine for a pool and guard it. If that fails, the engine is closed.
 
     Args:
         limits: deadlines and limits; opening may take `opening` seconds.
+        stage: of a chain of stores, for the log.
 
     Raises:
         StorageError: the backend cannot be used, took too long, raised, or did not return an engine.
@@ -873,7 +907,7 @@ async def open_guarded(
             backend.open_pool(binding), limits.opening, what, on_unwanted=on_unwanted
         )
         try:
-            return GuardedPool(engine, binding, port, limits)
+            return GuardedPool(engine, binding, port, limits, stage)
         except BaseException:
             await on_unwanted(engine)
             raise
