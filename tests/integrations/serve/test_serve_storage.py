@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,31 @@ async def test_storage_that_cannot_be_opened_is_tried_again_and_told_of_once(
         await answered(server, "now it is there: " + PROMPT)
         await server.api.model.drain()
         assert server.api.model.cache.statistics().storage["kv"].put.pages > 0
+
+
+@pytest.mark.asyncio
+async def test_health_says_that_a_store_is_full_and_which_stage_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    async with running(LOADED, cache=stored_in("file", path=str(tmp_path / "one"))) as server:
+        await answered(server, PROMPT)
+        await server.api.model.drain()
+        health = (await server.http.get("/health")).json()
+        assert (health["storage"], health["storage_stages"]) == ("full", {})
+        assert "storage: file, open, and its medium is full" in list(describe(server.api))
+
+    (tmp_path / "blocked").write_text("in the way")
+    stages = ["memory", {"backend": "file", "options": {"path": str(tmp_path / "blocked")}}]
+    cache = msgspec.structs.replace(stored_in("memory"), storage=stages)
+    async with running(LOADED, cache=cache) as server:
+        health = (await server.http.get("/health")).json()
+        assert health["storage"] == "ok"
+        breakers = {stage: {*pools.values()} for stage, pools in health["storage_stages"].items()}
+        assert breakers == {"memory": {"closed"}, "file": {"open"}}
 
 
 @pytest.mark.asyncio

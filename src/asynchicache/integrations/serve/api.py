@@ -196,12 +196,15 @@ class Api:
                 self._count(answered, problem)
                 return answered
 
-    def storage_state(self) -> Literal["ok", "unavailable", "none"]:
-        """`unavailable`: it is not open yet, or the breaker of a pool is; requests are served without it."""
+    def storage_state(self) -> Literal["ok", "full", "unavailable", "none"]:
+        """`unavailable`: it is not open yet, or the breaker of a pool is; requests are served without it.
+        `full`: its medium takes no more."""
         pools = self.model.cache.statistics().storage.values()
         if not pools:
             return "unavailable" if self.storage.name else "none"
-        return "ok" if all(pool.breaker is BreakerState.CLOSED for pool in pools) else "unavailable"
+        if not all(pool.breaker is BreakerState.CLOSED for pool in pools):
+            return "unavailable"
+        return "full" if any(pool.full for pool in pools) else "ok"
 
     async def idle(self) -> None:
         """Wait until no request is being answered."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
@@ -30,6 +31,7 @@ from asynchicache.integrations.serve.picture import PAGE, picture
 from asynchicache.integrations.serve.problems import ApiError, broken, crowded, refusal
 from asynchicache.integrations.serve.protocol import CROWDED
 from asynchicache.integrations.serve.replies import ChatReply, CompletionReply, Reply
+from asynchicache.storage.statistics import PoolStatistics
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
@@ -119,6 +121,10 @@ class GenerationEndpoint:
         scope[DETAIL] = str(answered)
 
 
+def _breakers(pools: Mapping[str, PoolStatistics]) -> dict[str, str]:
+    return {pool: one.breaker.value for pool, one in pools.items()}
+
+
 class InfoEndpoints:
     """The endpoints for models, health and metrics, and the responses to errors."""
 
@@ -139,7 +145,7 @@ class InfoEndpoints:
     async def health(self, request: Request) -> Response:
         """Answer 200 while requests are accepted. Without storage they are, with fewer hits."""
         api = self._api
-        storage = api.model.cache.statistics().storage
+        statistics = api.model.cache.statistics()
         body = {
             "status": "stopping" if api.stopping else "ok",
             "model": api.served.name,
@@ -147,7 +153,8 @@ class InfoEndpoints:
             "running": api.model.running,
             "waiting": api.model.waiting,
             "storage": api.storage_state(),
-            "storage_breakers": {pool: one.breaker.value for pool, one in storage.items()},
+            "storage_breakers": _breakers(statistics.storage),
+            "storage_stages": {stage: _breakers(pools) for stage, pools in statistics.stages.items()},
         }
         return JSONResponse(body, 503 if api.stopping else 200)
 

@@ -35,7 +35,12 @@ def _storage(api: Api) -> str:
     state = api.storage_state()
     if state == "none":
         return "none: what does not fit in memory is lost, and all of it at the end; see --storage-path"
-    return f"{api.storage.name}, {'open' if state == 'ok' else 'unavailable, so requests go on without it'}"
+    words = {
+        "ok": "open",
+        "full": "open, and its medium is full",
+        "unavailable": "unavailable, so requests go on without it",
+    }
+    return f"{api.storage.name}, {words[state]}"
 
 
 def _size(nbytes: int) -> str:

@@ -95,7 +95,8 @@ class OperatorEndpoints:
     async def _sync(self, request: Request) -> Told:
         if not await self._api.model.cache.sync():
             raise ApiError(
-                "not everything was written: storage refused or failed, or there is none, see /health",
+                "not everything was written: storage is full, refused or failed, or there is none: see "
+                "asynchicache_shed_slots_total in /metrics for which, and the log for why",
                 status=503,
                 code="storage_unavailable",
             )
