@@ -43,6 +43,15 @@ _OWN_BACKENDS = {
 }
 """Found without installed metadata too: a source tree on the path has none."""
 
+_BACKEND_OPTIONS = {
+    "memory": "memory:MemoryOptions",
+    "file": "file.backend:FileOptions",
+    "hf3fs": "hf3fs.options:Hf3fsOptions",
+    "mooncake": "mooncake.options:MooncakeOptions",
+    "object": "object.options:ObjectOptions",
+    "redis": "redis.options:RedisOptions",
+}
+
 _LISTED = ("file", "hf3fs", "mooncake", "object", "redis")
 """Backends with an inventory."""
 
@@ -290,6 +299,22 @@ def open_storage(names: StorageNames, options: StorageOptions, port: Port) -> St
     )
 
 
+def check_storage(names: StorageNames, options: StorageOptions) -> None:
+    """Check what can be checked of storage without opening it: the names, and the options of our backends.
+
+    Raises:
+        ConfigError: as `open_storage`.
+        StorageError: a package is broken.
+    """
+    if isinstance(names, str):
+        names, options = [names], [options] if isinstance(options, Mapping) else options
+    for stage in stages_of(names, options):
+        _entry_point(stage.backend)
+        if value := _BACKEND_OPTIONS.get(stage.backend):
+            kind: Any = load_factory(stage.backend, f"asynchicache.backends.{value}")
+            kind.of(stage.options)
+
+
 def stages_of(names: Sequence[str | Mapping[str, Any]], options: StorageOptions) -> list[StageOptions]:
     """The stages of a chain.
 
@@ -377,16 +402,21 @@ def open_backend(name: str, options: Mapping[str, object], port: Port) -> Storag
         ConfigError: the name is not registered, or a package that it needs is missing.
         StorageError: the backend cannot be opened.
     """
+    value = _entry_point(name)
+    factory = load_factory(name, value)
+    with as_storage_error(f"opening storage {name!r}"):
+        backend = factory(options, port)
+    if not isinstance(backend, StorageBackend):
+        raise ConfigError(f"storage {name!r}: {value} gave {backend!r}, which is no StorageBackend")
+    return backend
+
+
+def _entry_point(name: str) -> str:
     found = {entry.name: entry.value for entry in entry_points(group=BACKEND_GROUP)}
     backends = found | _OWN_BACKENDS  # another package cannot replace one of ours
     if name not in backends:
         raise ConfigError(f"storage {name!r} is none of the backends found: {sorted(backends)}")
-    factory = load_factory(name, backends[name])
-    with as_storage_error(f"opening storage {name!r}"):
-        backend = factory(options, port)
-    if not isinstance(backend, StorageBackend):
-        raise ConfigError(f"storage {name!r}: {backends[name]} gave {backend!r}, which is no StorageBackend")
-    return backend
+    return backends[name]
 
 
 def open_inventory(name: str, options: Mapping[str, object], port: Port, *, writes: bool) -> Inventory:
@@ -436,6 +466,7 @@ __all__ = [
     "PrefetchPolicy",
     "StageOptions",
     "WritePolicy",
+    "check_storage",
     "load_factory",
     "open_backend",
     "open_storage",

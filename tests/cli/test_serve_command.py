@@ -114,6 +114,27 @@ def test_a_password_is_not_in_what_is_refused(
     assert "s3cret" not in refused("--port", "0", *arguments, capsys=capsys)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "99999"], "0 to 65535"),
+        (["--storage", "nonesuch"], "nonesuch"),
+        (["--storage", "redis", "--storage-option", "url=redis://cache/a"], "url='redis://cache/a'"),
+        (["--storage", "redis", "--storage-option", "urk=redis://cache"], "'urk'"),
+        (["--storage", "object", "--storage-option", "url=s4://bucket"], "url='s4://bucket'"),
+        (["--storage", "memory,file", "--storage-option", "file.path="], "path"),
+        (["--storage", "memory,file"], "option path is missing"),
+        (["--config", '{"storage": "memory", "storage_options": [{}, {}]}'], "storage_options"),
+    ],
+)
+def test_flags_are_refused_before_the_model_and_its_packages_are_loaded(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.setitem(sys.modules, "asynchicache.integrations.serve.server", None)
+    assert words in refused(*arguments, capsys=capsys)
+
+
 @pytest.mark.parametrize("missing", ["uvicorn", "starlette", "transformers", "prometheus_client"])
 def test_a_missing_package_is_named(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -122,7 +143,7 @@ def test_a_missing_package_is_named(
         monkeypatch.delitem(sys.modules, name)
     for name in [missing, *(name for name in sys.modules if name.split(".")[0] == missing)]:
         monkeypatch.setitem(sys.modules, name, None)
-    words = refused("--port", "70000", capsys=capsys)  # which would be refused next
+    words = refused("--host", "256.1.1.1", capsys=capsys)  # which would be refused next
     assert missing in words
     assert "pip install 'asynchicache[serve]'" in words
 

@@ -98,6 +98,8 @@ class ServeOptions(CommandOptions, frozen=True):
     seed: int = 0
 
     def check(self) -> None:
+        if self.port >= 1 << 16:
+            raise ConfigError(f"--port {self.port} must be 0 to 65535; 0 takes a free one")
         if self.threads > _MAX_THREADS:
             raise ConfigError(f"--threads {self.threads}: must be {_MAX_THREADS} at most")
         if self.storage and self.storage_path:

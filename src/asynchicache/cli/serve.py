@@ -32,6 +32,12 @@ def run(options: ServeOptions, output: Output) -> CommandResult:
     Raises:
         ConfigError: flags, model or machine do not fit, or a package is missing; says what to change.
     """
+    from asynchicache.config import check_storage
+
+    # Before what takes seconds: reading weights for their name, importing the server, loading the model.
+    asked = options.cache_config({"weight_version": "not read yet"})
+    if asked.storage is not None:
+        check_storage(asked.storage, asked.storage_options)
     try:
         import uvicorn
 

@@ -110,8 +110,6 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the address cannot be bound; says why.
     """
-    if not 0 <= port < 1 << 16:
-        raise ConfigError(f"--port {port} must be 0 to 65535; 0 takes a free one")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
