@@ -37,6 +37,7 @@ _MAGIC, _VERSION = b"asynchicache redis store", 2
 _MAX_VALUE_BYTES = 512 << 20  # `proto-max-bulk-len` of Redis, unless it is configured otherwise
 SCAN_KEYS = 1000
 _CLUSTER = frozenset({"MOVED", "ASK", "CROSSSLOT", "CLUSTERDOWN"})
+_UNKNOWN = "what it does when it is full is unknown; let the user ask (+info), or look as another one"
 _UNLIMITED = "has no maxmemory: it grows until the system ends it, and all pages are lost; set maxmemory"
 
 
@@ -254,10 +255,15 @@ class RedisBackend:
             StorageFormatError: as `open_pool`.
         """
         await self.check()
+        user = self._options.username or "default"
         said = set()
         for memory in await self.memory():
-            limited = memory.get("maxmemory", "") != "0"
-            said.add(_pages_lost(memory, self._options) if limited else _UNLIMITED)
+            if not memory:
+                said.add(f"answers no INFO to user {user!r}: {_UNKNOWN}")
+            elif memory.get("maxmemory") == "0":
+                said.add(_UNLIMITED)
+            else:
+                said.add(_pages_lost(memory, self._options))
         return sorted(said - {""})
 
     def _refused(self, reply: ErrorReply) -> StorageError:

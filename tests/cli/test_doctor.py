@@ -221,6 +221,19 @@ def test_a_redis_that_loses_pages_is_named(
 
 
 @pytest.mark.engine("redis")
+@pytest.mark.parametrize("right", ["", "+info"])
+def test_a_redis_that_does_not_tell_its_policy_is_named(tmp_path: Path, right: str) -> None:
+    # The rights that docs/howto/redis.md says are enough.
+    rights = ["~asynchicache:*", "+get", "+set", "+exists", "+unlink", "+touch", "+scan", *right.split()]
+    settings = ["--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru"]
+    with RedisServer(tmp_path, *settings, "--user", "cache", "on", ">secret", *rights) as server:
+        store = f"redis://cache:secret@127.0.0.1:{server.port}"
+        check = doctor.check_store(DoctorOptions(store=store))
+    words = "nothing is wrong" if right else "answers no INFO to user 'cache'"
+    assert (check.ok, words in check.detail) == (bool(right), True), check.detail
+
+
+@pytest.mark.engine("redis")
 def test_a_password_in_the_url_is_in_no_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
