@@ -121,7 +121,7 @@ class BaseCache(Generic[RequestKind]):
             async with asyncio.timeout(self.config.close_seconds):
                 await self._parts.executor.idle()
                 if self._parts.storage:
-                    await self._parts.storage_writer.sync()
+                    await self._parts.storage_writer.sync(ask=False)
                 await self._parts.storage_writer.flush_touches()
         except TimeoutError:
             _log.warning("closed with work in flight after %s s", self.config.close_seconds)
@@ -346,17 +346,18 @@ class BaseCache(Generic[RequestKind]):
     async def sync(self) -> bool:
         """Write to storage what only memory has, whatever the write policy, the hottest paths first.
 
-        Closing does so too. What is published meanwhile may be left out.
+        Storage is asked for what it should have, and what it has lost is written again. Closing does the
+        same without asking. What is published meanwhile may be left out.
 
         Returns:
-            True if storage took everything. False if there is no storage, it refused or failed, or a path did
-            not fit on the host, through which it is copied.
+            True if storage has everything. False if there is no storage, it refused, failed or did not
+            answer, or a path did not fit on the host, through which it is copied.
 
         Raises:
             ClosedError: the cache is closed.
         """
         await self._parts.executor.checkpoint()
-        return await self._parts.storage_writer.sync()
+        return await self._parts.storage_writer.sync(ask=True)
 
     async def flush(self) -> None:
         """Wait for the work now in flight, then evict all device and host memory that no request holds.

@@ -15,6 +15,7 @@ from asynchicache import HybridCache, ModelSpec, Request
 from asynchicache.backends.file.segments import SegmentShape
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.controller.digests import DIGESTS_A_TURN
+from asynchicache.hashing import ObjectKey
 from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.seeded import SeededWorld, run_seeded
@@ -479,3 +480,77 @@ async def test_what_a_cut_file_lost_is_written_anew(
         assert "were cut, and" in caplog.text
     async with HybridCache.open(SPEC, options) as cache:
         assert [await restored(cache, prompt) for prompt in (PROMPT, list(range(200, 240)))] == [WHOLE] * 2
+
+
+def emptied(store: MemoryStore) -> set[ObjectKey]:
+    """What a store had that is emptied beside a running cache: it came back without its pages."""
+    before = set(store)
+    for key in before:
+        store.drop(key)
+    return before
+
+
+@pytest.mark.parametrize("options", [{}, {"write_policy": "write_back"}])
+def test_sync_writes_what_storage_has_lost(options: dict[str, object]) -> None:
+    """Nobody has asked for it meanwhile, and every page in memory is marked stored."""
+
+    async def main(world: SeededWorld) -> None:
+        store = MemoryStore()
+        faults = Faulty(MemoryBackend(store), FaultRates(), world.random)
+        async with world.open_cache(SPEC, config(**ROOMY, **options), storage=faults) as cache:
+            for tenant in range(3):
+                await Engine(cache).serve([*PROMPT, tenant])
+            assert await cache.sync()
+            before = emptied(store)
+            assert before
+            assert await cache.sync()
+            assert set(store) == before
+            store.drop(min(before))
+            faults.rates = FaultRates(fail=1.0, calls=("exists",))
+            assert not await cache.sync(), "storage does not say what it has"
+            faults.rates = FaultRates()
+            assert await cache.sync()
+            assert set(store) == before
+
+    for seed in range(5):
+        run_seeded(seed, main)
+
+
+def test_sync_waits_for_writes_in_flight() -> None:
+    """They are marked stored from their beginning on, and storage refuses them in the end."""
+
+    async def main(world: SeededWorld) -> None:
+        refuses = Faulty(MemoryBackend(MemoryStore()), FaultRates(fail=1.0, calls=("put",)), world.random)
+        hangs = Faulty(refuses, FaultRates(hang=1.0, calls=("put",)), world.random)
+        async with world.open_cache(SPEC, config(**ROOMY), storage=hangs) as cache:
+            async with cache.request(PROMPT) as request:
+                await request.load()
+                await Engine(cache).compute(request, len(PROMPT))
+            while not cache.statistics().storing_bytes:
+                await world.sleep(0.01)
+            syncing = asyncio.ensure_future(cache.sync())
+            await world.sleep(1.0)
+            assert not syncing.done()
+            hangs.rates = FaultRates()
+            hangs.release()
+            assert not await syncing
+
+    run_seeded(0, main)
+
+
+def test_a_match_finds_that_storage_was_emptied() -> None:
+    """Prompts that memory has whole ask storage for nothing but whether it still has their beginning."""
+
+    async def main(world: SeededWorld) -> None:
+        store = MemoryStore(capacity_bytes=1 << 20)
+        async with world.open_cache(SPEC, config(**ROOMY), storage=MemoryBackend(store)) as cache:
+            await Engine(cache).serve(PROMPT)
+            await cache.drain()
+            before = emptied(store)
+            await restored(cache, PROMPT)
+            await world.sleep(5.0)
+            await cache.drain()
+            assert set(store) == before
+
+    for seed in range(5):
+        run_seeded(seed, main)

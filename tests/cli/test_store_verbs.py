@@ -440,3 +440,25 @@ def test_bad_input(arguments: list[str], code: int, words: str, capsys: pytest.C
         found = int(str(error.code))
     assert found == code
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("store", SOON, indirect=True)
+def test_what_clear_removes_beside_a_running_cache_is_written_again(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its label, so that the next verb knows whose it is."""
+    clear = ["clear", *store.where, "--model", SPEC.model]
+
+    async def serve() -> None:
+        async with HybridCache.open(SPEC, config(weight_version="w1", **store.options)) as cache:
+            await Engine(cache).serve(PROMPT)
+            assert await cache.sync()
+            assert await asyncio.to_thread(main, clear) == 0
+            capsys.readouterr()
+            assert await cache.sync()
+
+    asyncio.run(serve())
+
+    _, found = run(capsys, "ls", *store.where)
+    assert found["pages"] == PAGES
+    assert {one["state"] for one in found["pools"]} == {"live"}

@@ -288,6 +288,11 @@ class StoragePools:
             )
         return Presence(flags, reason)
 
+    def renew_labels(self) -> None:
+        """Have each pool's label written again soon: what has lost pages may have lost it too."""
+        for pool in self._pools.values():
+            pool.guard.renew_label()
+
     @property
     def touchable(self) -> bool:
         """Whether any engine accepts touches."""

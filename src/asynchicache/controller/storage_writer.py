@@ -16,14 +16,14 @@ from asynchicache.controller.presence_queries import PresenceQueries
 from asynchicache.controller.storage_pools import SLICE_PAGES, AttachedStorage, Presence, StoragePools, linger
 from asynchicache.controller.write_budget import WriteBudget
 from asynchicache.errors import UsageError
-from asynchicache.hashing import placed_pages
+from asynchicache.hashing import PlacedPage, placed_pages
 from asynchicache.planner.actions import StorageWrite
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.promises import PromisedPrefix
 from asynchicache.planner.request_state import RequestState
 from asynchicache.storage.limits import BatchResult
 from asynchicache.tracing import Tracer
-from asynchicache.tree.node import FULL_HOST, RESIDENT, Locks, Node, place_of
+from asynchicache.tree.node import FULL, FULL_HOST, RESIDENT, Locks, Node, place_of
 from asynchicache.types import MissReason, Outcome, ShedReason, Tier
 
 _URGENT_WRITES = 2
@@ -131,9 +131,20 @@ class StorageWriter:
         if not self._used:
             return
         used, self._used = self._used, {}
-        uses = self._backups.pages_to_touch(used)
+        uses, beginnings = self._backups.pages_to_touch(used), self._backups.beginnings(used)
         self._pause = max(_LEAST_PAUSE, sum(map(len, uses.values())) / _USES_A_SECOND)
         await self._storage.touch(uses)
+        if beginnings and not self._executor.stopped:
+            self._executor.call(self._look_at(beginnings))
+
+    async def _look_at(self, beginnings: Mapping[PlacedPage, Sequence[Node]]) -> None:
+        """Rewrite used paths of which storage has not even the beginning any more."""
+        found = await self._storage.exists(FULL, list(beginnings), fresh=True)
+        if found.reason is not MissReason.NONE or self._executor.stopped:
+            return
+        for ends, there in zip(beginnings.values(), found.flags, strict=True):
+            for end in () if there else ends:
+                self.write_lost(end)
 
     def forget_uses(self) -> None:
         """Touch nothing of what was used before."""
@@ -304,6 +315,7 @@ class StorageWriter:
 
     async def _write_lost(self, node: Node) -> None:
         if await self.confirm(node) is False and not self._executor.stopped:
+            self._storage.renew_labels()  # they may be lost too
             self._executor.run(self._backups.backup(node))
             self.store(node)
 
@@ -340,13 +352,18 @@ class StorageWriter:
             self._awaited += Counter()  # drops what is no longer awaited
             self._executor.notify()
 
-    async def sync(self) -> bool:
+    async def sync(self, *, ask: bool) -> bool:
         """Write to storage what only memory has, the hottest paths first, some at a time.
 
+        Args:
+            ask: ask storage first whether it has what is marked stored.
+
         Returns:
-            False if storage refused a part, or memory has no room to copy it through, or storage ended.
+            False if storage refused a part, or does not answer, or memory has no room to copy it through, or
+            storage ended.
         """
-        ends, refused, complete = iter(self._backups.unstored_ends()), 0, bool(self._storage)
+        complete = bool(self._storage) and (not ask or await self._ask_for_all())
+        ends, refused = iter(self._backups.unstored_ends()), 0
 
         async def write() -> None:
             nonlocal refused, complete
@@ -368,6 +385,25 @@ class StorageWriter:
             for _ in range(_WRITERS):
                 group.create_task(write())
         return complete
+
+    async def _ask_for_all(self) -> bool:
+        """Clear the marks of all pages in memory that storage has lost; False if it does not answer, or is
+        being cleared."""
+        for component_id, nodes in self._backups.marked_stored(SLICE_PAGES):
+            forgotten = self._backups.forgotten
+            with self._backups.noting_writes() as written:
+                spans = [self._backups.stored_pages(node, component_id) for node in nodes]
+                pages = [page for span in spans for page in span.values()]
+                found = await self._storage.exists(component_id, pages, fresh=True)
+            if found.reason is not MissReason.NONE or self._backups.forgotten != forgotten or self.clearing:
+                return False
+            flags = iter(found.flags)
+            for node, span in zip(nodes, spans, strict=True):
+                answers = {number: bool(next(flags)) for number in span}
+                if not all(answers.values()):
+                    self._backups.unmark(node, component_id, answers, written=written)
+                    self._storage.renew_labels()
+        return True
 
     async def _has(self, promise: PromisedPrefix, last: Node, earlier: Sequence[Node]) -> bool | None:
         """Whether storage says that it has what is promised; None without an answer."""

@@ -370,15 +370,17 @@ class BackupPlanner:
         return not node.pages  # a node cut off by eviction: unknown
 
     def unstored_ends(self) -> list[Node]:
-        """The ends of paths that storage lacks a part of, the hottest first. Linear in the tree.
+        """The ends of paths that storage lacks a part of, or is being sent, the hottest first. Linear in the
+        tree.
 
         Windows inside a path are no part of its end's, so what can be resumed is an end too.
         """
+        storing = self.storing()
         lacking: dict[Node, bool] = {}  # by node, whether no node below it is lacking
         for node in self._tree.nodes(current=True):
             if node.tail and not node.hits:
                 continue  # storage gets no end of a prompt, see `store`
-            if node.parent in lacking or self._is_unstored(node):
+            if node.parent in lacking or node in storing or self._is_unstored(node):
                 lacking[node] = True
                 if node.parent is not None and not node.tail:
                     lacking[node.parent] = False
@@ -395,6 +397,35 @@ class BackupPlanner:
             node.slots[place] is not None and not node.stored >> component_of(place) & 1
             for place in self._tree.places
         )
+
+    def marked_stored(self, pages: int) -> Iterator[tuple[int, list[Node]]]:
+        """Components, and some nodes with slots of it that are marked stored: of about `pages` pages at a
+        time. The tree may change meanwhile."""
+        for component_id in range(len(self._inventory.names)):
+            marked = [node for node in self._tree.nodes(current=True) if node.stored >> component_id & 1]
+            while marked:
+                some, count = list[Node](), 0
+                while marked and count < pages:
+                    some.append(marked.pop())
+                    count += some[-1].pages
+                yield component_id, [node for node in some if node.stored >> component_id & 1]
+
+    def stored_pages(self, node: Node, component_id: int) -> dict[int, PlacedPage]:
+        """The pages under whose names storage has a component of `node`, by number: of a state, the last."""
+        pages = dict(zip(range(node.end - node.pages, node.end), self._tree.placed(node), strict=True))
+        return {node.end - 1: pages[node.end - 1]} if component_id in self._states else pages
+
+    def beginnings(self, ends: Iterable[Node]) -> dict[PlacedPage, list[Node]]:
+        """The first pages of the paths to `ends` that are marked stored, and whose they are.
+
+        A store that evicts gives up the end of a path first: one without a beginning has lost all of it.
+        """
+        found, storing = dict[PlacedPage, list[Node]](), self.storing()
+        for end in ends:
+            top = next((node for node in end.path() if node.end == node.pages), None)
+            if top is not None and top.stored >> FULL & 1 and top not in storing:
+                found.setdefault(self._tree.placed(top)[0], []).append(end)
+        return found
 
     def pages_to_touch(self, ends: Iterable[Node]) -> dict[int, list[PlacedPage]]:
         """Stored pages on the used paths, in the order in which an engine should touch them.

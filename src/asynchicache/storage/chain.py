@@ -460,6 +460,11 @@ class ChainedPool:
         for guard in self._guards():
             guard.labelled(label)
 
+    def renew_label(self) -> None:
+        """As `GuardedPool.renew_label`, in every stage."""
+        for guard in self._guards():
+            guard.renew_label()
+
     def _all_memory(self, stage: _PoolStage) -> tuple[memoryview, memoryview]:
         """An engine that asks for all memory at once does not reach staging slots."""
         stage.reaches_staging = False

@@ -470,6 +470,10 @@ class GuardedPool:
             self._label, self._label_due = label, self._port.now()
             self._renew_label()
 
+    def renew_label(self) -> None:
+        """Write the label with the next call: the store may have lost it."""
+        self._label_due = self._port.now()
+
     def _renew_label(self) -> None:
         """Write the label if it is time for it."""
         running = self._labelling is not None and not self._labelling.done()
