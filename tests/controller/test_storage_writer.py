@@ -311,7 +311,9 @@ def test_uses_are_told_together_after_a_while_and_once() -> None:
         await rig.ended()
         assert rig.storage.touched == [{FULL: [*digests([3, 4]), *digests([1, 2])]}]
         await asyncio.sleep(5)
-        assert len(rig.storage.touched) == len(rig.tasks) == 1
+        assert (len(rig.storage.touched), len(rig.tasks)) == (1, 2), (
+            "told once, and asked once for the beginnings"
+        )
 
         rig.storage_writer.use(one)
         await asyncio.sleep(1.01)
