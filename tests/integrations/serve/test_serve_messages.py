@@ -281,6 +281,12 @@ def test_the_error_has_openais_shape() -> None:
     assert error.response().headers["retry-after"] == "3"
 
 
+def test_the_log_leaves_out_a_long_field() -> None:
+    field = "private " * 11
+    assert ApiError(f"{field} is not known", param=field).logged == "... is not known"
+    assert ApiError("is not known", param=field).logged == "...: is not known"
+
+
 BOTH = "a person's matter, \"they\" say, and 'none' of the log's"
 
 

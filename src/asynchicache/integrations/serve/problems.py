@@ -15,6 +15,7 @@ CLIENT_LEFT = 499
 
 _MOST_LOGGED = 200
 _LONG = 40
+_LONGEST_FIELD = 80
 _QUOTED = re.compile(r"""(?<!\w)(['"`])((?:\\.|(?!\1).)*)(?:\1|\Z)""", re.DOTALL)
 """Words in quotes, as repr writes them; cut ones have no second quote. An apostrophe begins none."""
 
@@ -53,6 +54,8 @@ class ApiError(UsageError):
         words = self._rule or _QUOTED.sub(_shortened, str(self))
         if self.param is not None and self.param not in words:
             words = f"{self.param}: {words}"
+        if self.param is not None and len(self.param) > _LONGEST_FIELD:  # it may be a prompt
+            words = words.replace(self.param, "...")
         words = "".join(one if one.isprintable() else "?" for one in words)
         return words if len(words) <= _MOST_LOGGED else f"{words[: _MOST_LOGGED - 3]}..."
 
