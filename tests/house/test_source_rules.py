@@ -34,6 +34,7 @@ TASK_BOUNDARIES = {
     "asynchicache/integrations/bridge.py",
     "asynchicache/integrations/transformers/decoding.py",
     "asynchicache/storage/guard.py",
+    "asynchicache/storage/labels.py",
     "asynchicache/storage/deadlines.py",
     "asynchicache/streams/cuda.py",
     "asynchicache/streams/emulated.py",

@@ -30,7 +30,7 @@ from asynchicache.storage.deadlines import (
     run_immediate,
     with_deadline,
 )
-from asynchicache.storage.labels import RENEWALS
+from asynchicache.storage.labels import KeptLabel
 from asynchicache.storage.limits import BatchResult, PoolLimits
 from asynchicache.storage.presence import PresenceCache
 from asynchicache.storage.protocol import (
@@ -327,9 +327,8 @@ class GuardedPool:
         self._counters = {
             kind.name: CallCounters(binding.page_bytes if kind.moves_pages else 0) for kind in ENGINE_CALLS
         }
-        self._label: Callable[[float], bytes] | None = None
-        self._label_due = 0.0
-        self._labelling: asyncio.Task[None] | None = None
+        write = OptionalVerbs(engine).label if has_verb(engine, "label") else None
+        self._label = KeptLabel(write, self._logged_as, self._limits, port)
         self._closed = False
         self._engine_closed = False
         self._abandoned_calls = False
@@ -466,29 +465,11 @@ class GuardedPool:
         Args:
             label: makes it, for the seconds that it holds.
         """
-        if has_verb(self._engine, "label"):
-            self._label, self._label_due = label, self._port.now()
-            self._renew_label()
+        self._label.begin(label)
 
     def renew_label(self) -> None:
         """Write the label with the next call: the store may have lost it."""
-        self._label_due = self._port.now()
-
-    def _renew_label(self) -> None:
-        """Write the label if it is time for it."""
-        running = self._labelling is not None and not self._labelling.done()
-        if self._label is None or self._port.now() < self._label_due or running or not self.answering:
-            return
-        self._label_due = self._port.now() + self._limits.label_seconds / RENEWALS
-        self._labelling = asyncio.get_running_loop().create_task(self._write_label(self._label))
-
-    async def _write_label(self, label: Callable[[float], bytes]) -> None:
-        try:
-            call = OptionalVerbs(self._engine).label(label(self._limits.label_seconds))
-            await with_deadline(call, self._limits.deadline, "label")
-        except Exception as error:  # noqa: BLE001 - the boundary to the backend's engine
-            self._label_due = self._port.now() + self._limits.cooldown
-            logger.info("pool %s: its label was not written: %r", self._logged_as, error)
+        self._label.due_now()
 
     async def leaving(self, pages: int) -> list[ObjectKey]:
         """What the engine would evict to take `pages` more pages, of any pool; nothing if it does not say."""
@@ -554,8 +535,7 @@ class GuardedPool:
     async def stop(self) -> None:
         """Refuse further calls, and wait for running ones, for a limited time."""
         self._closed = True
-        if self._labelling is not None:
-            await asyncio.wait([self._labelling], timeout=self._limits.closing)
+        await self._label.wait_written()
         await self._wait_for_calls()
 
     def retire(self, on_unused: Callable[[frozenset[int]], object] | None) -> None:
@@ -629,7 +609,8 @@ class GuardedPool:
     async def _call(self, kind: EngineCall, keys: Sequence[ObjectKey], slots: Sequence[int]) -> BatchResult:
         """Call the engine in batches, and return the outcomes of all pages."""
         self._check_keys(keys)
-        self._renew_label()
+        if self.answering:
+            self._label.renew()
         cuts = self._batches(kind, keys)
         immediate = self._capabilities.immediate
         # Puts have no deadline here: no request waits for them, and the bytes in flight bound them.

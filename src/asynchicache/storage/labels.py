@@ -6,8 +6,10 @@ has expired belongs to a model or to weights that nobody serves any more. Labels
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -15,7 +17,12 @@ import msgspec
 
 from asynchicache.errors import StorageError
 from asynchicache.layouts import HEADER_BYTES
+from asynchicache.ports import Port
+from asynchicache.storage.deadlines import with_deadline
+from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import PoolBinding
+
+logger = logging.getLogger(__name__)
 
 LABEL_FORMAT = 1
 RENEWALS = 7
@@ -85,6 +92,57 @@ def read_label(data: bytes | None) -> PoolLabel | None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return label if label.format == LABEL_FORMAT else None
+
+
+LabelWriter: TypeAlias = "Callable[[bytes], Coroutine[object, object, None]]"
+
+
+class KeptLabel:
+    """The label of an open pool, written anew while the pool is used.
+
+    Args:
+        write: stores a label beside the pages; None where the engine keeps none.
+        pool: its name, for the log.
+    """
+
+    def __init__(self, write: LabelWriter | None, pool: str, limits: PoolLimits, port: Port) -> None:
+        self._store = write
+        self._pool = pool
+        self._limits = limits
+        self._port = port
+        self._make: Callable[[float], bytes] | None = None
+        self._due = 0.0
+        self._writing: asyncio.Task[None] | None = None
+
+    def begin(self, make: Callable[[float], bytes]) -> None:
+        """Write the first one. `make`: makes a label, given the seconds for which it holds."""
+        self._make = make
+        self.due_now()
+        self.renew()
+
+    def due_now(self) -> None:
+        self._due = self._port.now()
+
+    def renew(self) -> None:
+        """Write it if it is time for it."""
+        running = self._writing is not None and not self._writing.done()
+        if self._store is None or self._make is None or self._port.now() < self._due or running:
+            return
+        self._due = self._port.now() + self._limits.label_seconds / RENEWALS
+        label = self._make(self._limits.label_seconds)
+        self._writing = asyncio.get_running_loop().create_task(self._write(self._store, label))
+
+    async def _write(self, store: LabelWriter, label: bytes) -> None:
+        try:
+            await with_deadline(store(label), self._limits.deadline, "label")
+        except Exception as error:  # noqa: BLE001 - the boundary to the backend's engine
+            self._due = self._port.now() + self._limits.cooldown
+            logger.info("pool %s: its label was not written: %r", self._pool, error)
+
+    async def wait_written(self) -> None:
+        """Wait for a write that is under way, for a limited time."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=self._limits.closing)
 
 
 class PoolListing(NamedTuple):
