@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from asynchicache.layouts import HostLayout
+from asynchicache.storage.protocol import Capabilities
 from asynchicache.types import PrefetchPolicy, WritePolicy
 from asynchicache_lab.chaos.script import (
     CacheSizes,
@@ -213,7 +214,7 @@ def draw_deadline(chance: random.Random, seed: int, model: ModelShape) -> Script
 
 def draw_abandoned(chance: random.Random, seed: int, model: ModelShape) -> Script:
     """Clients ask for documents in slow storage and hang up, then one asks that stays: it has twice the time
-    that it takes alone."""
+    that it takes alone, or what the calls in flight take and it takes behind them."""
     pages, spec = chance.randrange(12, 24), model.spec()
     documents = [_turn(_tokens(number, pages, model)) for number in range(chance.randrange(8, 20))]
     link = StorageLink(
@@ -225,7 +226,9 @@ def draw_abandoned(chance: random.Random, seed: int, model: ModelShape) -> Scrip
     sizes = {name: _replaced(room[name], device=room[name].host) for name in room}
     warm = _life(model, sizes=sizes, clients=_one_client(documents), store_bytes=1 << 30)  # sheds none
     clients = (*gone, ChaosClient(turns=(stays,)))
-    patience = 2 * pages * len(spec.pools) * link.page_seconds + 0.1
+    calls = link.concurrency or Capabilities(durable=True, checks=True).concurrency
+    begun = calls * min(link.batch_pages or pages, pages)
+    patience = max(2 * pages, pages + begun) * len(spec.pools) * link.page_seconds + 0.1
     policy = PrefetchPolicy.TIMEOUT
     cold = _replaced(warm, clients=clients, link=link, prefetch=policy, patience=patience)
     return Script(seed=seed, model=model, lives=(warm, cold))
