@@ -554,3 +554,20 @@ def test_a_match_finds_that_storage_was_emptied() -> None:
 
     for seed in range(5):
         run_seeded(seed, main)
+
+
+def test_a_storage_that_keeps_nothing_is_not_sent_the_same_for_ever() -> None:
+    async def main(world: SeededWorld) -> None:
+        drops = Faulty(MemoryBackend(MemoryStore(1 << 20)), FaultRates(drop=1.0), world.random)
+        async with world.open_cache(SPEC, config(**ROOMY), storage=drops) as cache:
+            await Engine(cache).serve(PROMPT)
+            await restored(cache, PROMPT)
+            await world.sleep(10.0)
+            await cache.drain()
+            sent = cache.statistics().traffic.stored
+            assert sent
+            await world.sleep(100.0)
+            await cache.drain()
+            assert cache.statistics().traffic.stored == sent
+
+    run_seeded(0, main)

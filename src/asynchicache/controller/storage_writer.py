@@ -104,7 +104,7 @@ class StorageWriter:
         self._budget = WriteBudget(limit_bytes)
         self.clearing = 0
         self._detaching = False
-        self._used: dict[Node, None] = {}  # ends of paths, the most recently used last
+        self._used: dict[Node, bool] = {}  # ends of paths, the most recently used last; whether by a request
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
         self._pause = _LEAST_PAUSE
@@ -112,13 +112,17 @@ class StorageWriter:
         executor.on_backed_up = self._backed_up
         stored.on_unused = self._unused
 
-    def use(self, node: Node) -> None:
-        """Record a use of the path to `node`: storage gets a touch soon, and before the next write."""
+    def use(self, node: Node, *, written: bool = False) -> None:
+        """Record a use of the path to `node`: storage gets a touch soon, and before the next write.
+
+        Args:
+            written: it was just written, and no request used it. Storage is not asked whether it has it, as
+                one that never does would be sent it again for ever.
+        """
         if self._stopped or node.parent is None or not self._storage.touchable:
             return
         for end in (node.parent, node) if node.tail else (node,):  # the tail may be dropped until then
-            self._used.pop(end, None)
-            self._used[end] = None
+            self._used[end] = self._used.pop(end, False) or not written
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._pause, self._flush_touches_later)
 
@@ -131,7 +135,8 @@ class StorageWriter:
         if not self._used:
             return
         used, self._used = self._used, {}
-        uses, beginnings = self._backups.pages_to_touch(used), self._backups.beginnings(used)
+        uses = self._backups.pages_to_touch(used)
+        beginnings = self._backups.beginnings(node for node, by_request in used.items() if by_request)
         self._pause = max(_LEAST_PAUSE, sum(map(len, uses.values())) / _USES_A_SECOND)
         await self._storage.touch(uses)
         if beginnings and not self._executor.stopped:
@@ -247,7 +252,9 @@ class StorageWriter:
             await self.flush_touches()
             batches = await self._storage.put(work)
             stored = self._count(batches)
-            self.use(work.marks[-1].node)  # storage should keep the ancestors longer than these pages
+            self.use(
+                work.marks[-1].node, written=True
+            )  # storage should keep the ancestors longer than these pages
             late = any(batch.lingering is not None for batch in batches)
             claimed = any(Outcome.CLAIMED in batch.outcomes for batch in batches) and not self._stopped
             left = _late_bytes(batches, page_sizes)
