@@ -252,9 +252,8 @@ class StorageWriter:
             await self.flush_touches()
             batches = await self._storage.put(work)
             stored = self._count(batches)
-            self.use(
-                work.marks[-1].node, written=True
-            )  # storage should keep the ancestors longer than these pages
+            # Storage should keep the ancestors longer than these pages.
+            self.use(work.marks[-1].node, written=True)
             late = any(batch.lingering is not None for batch in batches)
             claimed = any(Outcome.CLAIMED in batch.outcomes for batch in batches) and not self._stopped
             left = _late_bytes(batches, page_sizes)
