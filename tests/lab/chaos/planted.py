@@ -686,9 +686,10 @@ def a_line_for_each_page_of_a_failed_call(patch: Patch) -> None:
         *args: object,
         pages: int = 1,
         level: int = logging.WARNING,
-    ) -> None:
+    ) -> bool:
         for _ in range(pages):
             self._logger.log(level, message, *args)
+        return True
 
     patch.setattr(FailureLog, "warning", each)
 
