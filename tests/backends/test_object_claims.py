@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from asynchicache.backends.object.inventory import open_inventory
 from asynchicache.backends.object.objects import claim_name
 from asynchicache.hashing import ObjectKey, page_digests, placed_pages
 from asynchicache.ports import AsyncioPort
+from asynchicache.storage.labels import Inventory
 from asynchicache.storage.protocol import has_verb
 from asynchicache.testing.backends import PoolUnderTest
 from asynchicache.types import Outcome, token_array
@@ -53,6 +54,16 @@ def claims_in(server: ObjectServer, prefix: str) -> set[str]:
 
 async def all_at_once(pages: int) -> int:
     return 1 << 62
+
+
+@asynccontextmanager
+async def inventory_of(place: dict[str, Any]) -> AsyncIterator[Inventory]:
+    async with AsyncExitStack() as stack:
+        port = AsyncioPort(threads=2, seed=0)
+        stack.push_async_callback(port.aclose)
+        inventory = open_inventory(place, port, writes=True)
+        stack.push_async_callback(inventory.aclose)
+        yield inventory
 
 
 def claims_below(folder: Path) -> list[Path]:
@@ -401,11 +412,7 @@ async def test_inventories_count_no_claims_and_remove_them(tmp_path: Path) -> No
         await bench.put(keys[:5], range(5))
         assert await bench.engine.claim(keys, 60.0) == [EXISTS] * 5 + [MISS] * 15
     (claim,) = claims_below(tmp_path)
-    async with AsyncExitStack() as stack:
-        port = AsyncioPort(threads=2, seed=0)
-        stack.push_async_callback(port.aclose)
-        inventory = open_inventory(place, port, writes=True)
-        stack.push_async_callback(inventory.aclose)
+    async with inventory_of(place) as inventory:
         (pool,) = await inventory.pools()
         assert (pool.pages, pool.nbytes) == ({keys[0].namespace: 5}, 5 * FRAME_BYTES)
         assert [some.pages async for some in inventory.check(pool)] == [5]
@@ -422,11 +429,7 @@ async def test_what_others_remove_meanwhile_ends_no_removal(tmp_path: Path) -> N
         keys = bench.keys(*range(12))
         await bench.put(keys[:10], range(10))
         assert await bench.engine.claim(keys, 60.0) == [EXISTS] * 10 + [MISS] * 2
-    async with AsyncExitStack() as stack:
-        port = AsyncioPort(threads=2, seed=0)
-        stack.push_async_callback(port.aclose)
-        inventory = open_inventory(place, port, writes=True)
-        stack.push_async_callback(inventory.aclose)
+    async with inventory_of(place) as inventory:
         (pool,) = await inventory.pools()
         objects = objects_below(tmp_path)
         assert len(objects) > 3

@@ -14,6 +14,7 @@ import pytest
 from asynchicache import HybridCache, ModelSpec, Request
 from asynchicache.backends.file.segments import SegmentShape
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.controller import storage_writer
 from asynchicache.controller.digests import DIGESTS_A_TURN
 from asynchicache.hashing import ObjectKey
 from asynchicache.layouts import HostLayout, SlotLayout
@@ -569,5 +570,22 @@ def test_a_storage_that_keeps_nothing_is_not_sent_the_same_for_ever() -> None:
             await world.sleep(100.0)
             await cache.drain()
             assert cache.statistics().traffic.stored == sent
+
+    run_seeded(0, main)
+
+
+def test_what_is_evicted_while_sync_asks_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_writer, "SLICE_PAGES", 1)
+
+    async def main(world: SeededWorld) -> None:
+        backend = Latency(MemoryBackend(MemoryStore()), 0.1, sleep=world.sleep)
+        async with world.open_cache(PAGES_ONLY, config(**PLAIN), storage=backend) as cache:
+            for number in range(3):
+                await Engine(cache).serve(conversation(number))
+            syncing = asyncio.ensure_future(cache.sync())
+            await world.sleep(0.05)
+            await cache.flush()
+            assert not syncing.done()
+            assert await syncing
 
     run_seeded(0, main)

@@ -400,7 +400,7 @@ class BackupPlanner:
 
     def marked_stored(self, pages: int) -> Iterator[tuple[int, list[Node]]]:
         """Components, and some nodes with slots of it that are marked stored: of about `pages` pages at a
-        time. The tree may change meanwhile."""
+        time. The tree may change meanwhile: nodes that have left it are left out."""
         for component_id in range(len(self._inventory.names)):
             marked = [node for node in self._tree.nodes(current=True) if node.stored >> component_id & 1]
             while marked:
@@ -408,12 +408,15 @@ class BackupPlanner:
                 while marked and count < pages:
                     some.append(marked.pop())
                     count += some[-1].pages
-                yield component_id, [node for node in some if node.stored >> component_id & 1]
+                yield component_id, [node for node in some if node.parent and node.stored >> component_id & 1]
 
     def stored_pages(self, node: Node, component_id: int) -> dict[int, PlacedPage]:
         """The pages under whose names storage has a component of `node`, by number: of a state, the last."""
-        pages = dict(zip(range(node.end - node.pages, node.end), self._tree.placed(node), strict=True))
-        return {node.end - 1: pages[node.end - 1]} if component_id in self._states else pages
+        placed = self._placed(node, component_id)
+        return dict(zip(range(node.end - len(placed), node.end), placed, strict=True))
+
+    def _placed(self, node: Node, component_id: int) -> list[PlacedPage]:
+        return self._tree.placed(node)[-(1 if component_id in self._states else node.pages) :]
 
     def beginnings(self, ends: Iterable[Node]) -> dict[PlacedPage, list[Node]]:
         """The first pages of the paths to `ends` that are marked stored, and whose they are.
@@ -448,7 +451,7 @@ class BackupPlanner:
                 seen.update((node, component_id) for node in fresh)
                 found = newest.setdefault(component_id, [])
                 for node in reversed(fresh):
-                    found += self._tree.placed(node)[-(1 if component_id in self._states else node.pages) :]
+                    found += self._placed(node, component_id)
         for pages in newest.values():
             pages.reverse()
         return {component_id: pages for component_id, pages in newest.items() if pages}
