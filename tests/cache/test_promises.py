@@ -589,3 +589,23 @@ def test_what_is_evicted_while_sync_asks_is_no_part_of_it(monkeypatch: pytest.Mo
             assert await syncing
 
     run_seeded(0, main)
+
+
+def test_of_what_is_evicted_while_its_use_is_told_storage_is_asked_nothing() -> None:
+    async def main(world: SeededWorld) -> None:
+        rates = FaultRates(hang=1.0, calls={"touch"})
+        hangs = Faulty(MemoryBackend(MemoryStore(1 << 20)), rates, world.random)
+        room = {"device_slots": {"kv": 11}, "host_slots": {"kv": 11}}
+        async with world.open_cache(PAGES_ONLY, config(**room), storage=hangs) as cache:
+            engine = Engine(cache)
+            await engine.serve(PROMPT)
+            await restored(cache, PROMPT)
+            asked = cache.statistics().storage["kv"].exists.calls
+            while not hangs.hanging:
+                await world.sleep(0.01)
+            await engine.serve([*range(44)], prefetch=False)
+            hangs.release()
+            await world.sleep(0.5)
+            assert cache.statistics().storage["kv"].exists.calls == asked
+
+    run_seeded(0, main)

@@ -136,9 +136,9 @@ class StorageWriter:
             return
         used, self._used = self._used, {}
         uses = self._backups.pages_to_touch(used)
-        beginnings = self._backups.beginnings(node for node, by_request in used.items() if by_request)
         self._pause = max(_LEAST_PAUSE, sum(map(len, uses.values())) / _USES_A_SECOND)
         await self._storage.touch(uses)
+        beginnings = self._backups.beginnings(node for node, by_request in used.items() if by_request)
         if beginnings and not self._executor.stopped:
             self._executor.call(self._look_at(beginnings))
 

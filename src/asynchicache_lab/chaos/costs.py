@@ -32,7 +32,8 @@ class CostOracle:
       Pages published between the query and the read are only counted.
     - The cache writes no page twice, unless storage or memory lost the page in between.
     - The cache queries no page that is not in memory while a query for it is in flight, nor again for
-      requests that all waited during that query. Who shares a read that fell short asks anew.
+      requests that all waited during that query. Who shares a read that fell short asks anew. A query for
+      what is in memory asks whether storage still has it, and its answer is for nobody else.
 
     If storage has failed, calls are retried, so redundant calls are not violations.
     """
@@ -65,6 +66,8 @@ class CostOracle:
         self._written: set[PageName] = set()
         self._gaps = 0
         self._gaps_before: dict[Call, int] = {}  # by write in flight, the gaps when it began
+        self._kept: set[bytes] = set()  # in memory when the first pool was last queried for them
+        self._sought: dict[Call, set[bytes]] = {}  # by query in flight, pages that were not
         self._answered: dict[PageName, float] = {}
         self._had: set[PageName] = set()
         self._read_ended = -1.0
@@ -108,15 +111,13 @@ class CostOracle:
                 self._bound("written_twice", [page for page in pages if page in self._written])
             case "exists":
                 self._count("asked", len(pages))
-                others = {digest for other in running if _same(call, other) for digest in other.digests}
-                self._bound("asked_twice", self._needless(pages, others))
-                if call.pool == self._pools[0]:  # queries of other pools follow from its answer
-                    self._look(call.digests)
+                self._asked(call, pages, [other for other in running if _same(call, other)])
 
     def ended(self, call: Call, answer: Sequence[bool] | Sequence[Outcome]) -> None:
         pages = [(call.pool, digest) for digest in call.digests]
         if call.verb == "exists":
-            told = [page for page in pages if page[1] not in self._confirmed]  # `durable` keeps it to itself
+            sought = self._sought.pop(call, set())
+            told = [page for page in pages if page[1] in sought and page[1] not in self._confirmed]
             self._answered.update(dict.fromkeys(told, call.ended))
             return
         came = {page for page, outcome in zip(pages, answer, strict=True) if outcome in _THERE}
@@ -126,6 +127,17 @@ class CostOracle:
         elif self._gaps_before.pop(call) == self._gaps:
             self._written |= came
         self._known |= came
+
+    def _asked(self, call: Call, pages: Sequence[PageName], others: Iterable[Call]) -> None:
+        there = self._there(self._pools[0])
+        if call.pool == self._pools[0]:  # queries of other pools follow from its answer
+            self._kept.difference_update(call.digests)
+            self._kept.update(digest for digest in call.digests if digest in there)
+            self._look(call.digests)
+        asked = {digest for other in others for digest in self._sought.get(other, ())}
+        sought = [page for page in pages if page[1] not in there and page[1] not in self._kept]
+        self._bound("asked_twice", self._needless(sought, asked))
+        self._sought[call] = {digest for _, digest in sought}
 
     def _look(self, digests: Sequence[bytes]) -> None:
         """Record which of the queried pages are in memory."""
@@ -139,14 +151,10 @@ class CostOracle:
         there = self._there(pages[0][0]) if pages else ()
         return [page for page in pages if page[1] in there]
 
-    def _needless(self, pages: Sequence[PageName], asked: Container[bytes]) -> list[PageName]:
-        """Pages with another query in flight, or whose interested requests all waited during the last query.
-        Pages in memory do not count: querying whether storage has them serves another purpose.
-        """
-        others = [page for page in pages if page[1] not in self._confirmed]
-        again = [page for page in others if page[1] in asked or self._knew(page)]
-        there = self._there(self._pools[0]) if again else ()
-        return [page for page in again if page[1] not in there]
+    def _needless(self, sought: Sequence[PageName], asked: Container[bytes]) -> list[PageName]:
+        """Pages with another query in flight, or whose interested requests all waited during the last one."""
+        others = [page for page in sought if page[1] not in self._confirmed]
+        return [page for page in others if page[1] in asked or self._knew(page)]
 
     def _knew(self, page: PageName) -> bool:
         moment = self._answered.get(page)

@@ -38,6 +38,9 @@ from asynchicache_lab.chaos.storage import ChaosStorage
 from asynchicache_lab.chaos.store import ChaosStore
 
 _CLOSE_SECONDS = 0.5
+_REST_SECONDS = 3.0
+"""After these nothing follows from a use any more: storage is told of it a second later, and may then be
+found to have lost the path, and be sent it."""
 
 
 def life_limits(life: Life) -> PoolLimits:
@@ -330,7 +333,7 @@ class _LifeRun:
     async def _settle(self, engine: BaseChaosEngine[Any], slots: SlotOracle) -> None:
         """Stop all faults, then check that everything ends, nothing leaks, and one more request is served."""
         self._storage.mend()
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(_REST_SECONDS)
         await engine.cache.drain()
         engine.verify("at the end")
         if not self._others:  # which may clear the store that all share
@@ -339,7 +342,7 @@ class _LifeRun:
             self._ledger.violations += [f"undetected: {words}" for words in engine.suspect]
         if self._device.error is None and not self._device.lied:
             await engine.serve_all(ChaosClient(turns=(self._last_turn(),)))
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(_REST_SECONDS)
             await engine.cache.drain()
         await engine.cache.flush()
         self._storage.settle()
