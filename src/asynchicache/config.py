@@ -6,7 +6,9 @@ The only module that reads the environment.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import entry_points
@@ -360,6 +362,7 @@ _PLACES = ("path", "url", "urls", "master", "metadata", "namespace")
 """Options of our backends that say which store is meant."""
 _ENDPOINTS = ("endpoint", "base_url", "account_name")
 """Settings of an object store that say so too."""
+_LOOPBACK = re.compile(r"(?<![\w.-])(localhost|\[::1\])(?![\w.-])", re.IGNORECASE)
 
 
 def _same_store(one: StageOptions, other: StageOptions) -> bool:
@@ -372,27 +375,29 @@ def _same_store(one: StageOptions, other: StageOptions) -> bool:
     return _place(one.options, own=own) == _place(other.options, own=own)
 
 
-def _place(options: Mapping[str, Any], *, own: bool) -> dict[str, object]:
-    place = {name: value for name, value in options.items() if not own or name in _PLACES}
-    if "path" in place:
-        place["path"] = Path(str(place["path"])).expanduser().resolve()
-    if own and "url" in place:
-        place["url"] = _plain_url(str(place["url"]))
-        place.setdefault("namespace", "asynchicache")
-        place["config"] = [
-            one for one in sorted(dict(options.get("config") or {}).items()) if one[0] in _ENDPOINTS
-        ]
+def _place(options: Mapping[str, object], *, own: bool) -> Mapping[str, object]:
+    if not own:
+        return options
+    place = {name: _plain(str(options[name])) for name in _PLACES if name in options}
+    place.setdefault("namespace", "asynchicache")
+    if "path" in options:
+        place["path"] = str(Path(str(options["path"])).expanduser().resolve())
+    settings = options.get("config")
+    if isinstance(settings, Mapping):
+        place |= {name: _plain(str(settings[name])) for name in _ENDPOINTS if name in settings}
     return place
 
 
-def _plain_url(text: str) -> tuple[object, ...]:
-    """What the URL of a store names, however it is written."""
-    url = urlsplit(text)
-    if not url.scheme.startswith(("redis", "valkey")):
-        return url.scheme, url.netloc, url.path.strip("/"), url.query
-    hosts = url.netloc.lower().rpartition("@")[2].split(",")
-    ports = sorted(host if ":" in host else f"{host}:6379" for host in hosts)
-    return *ports, url.path.strip("/") or "0"
+def _plain(text: str) -> str:
+    """What the address of a store names, however it is written."""
+    text = _LOOPBACK.sub("127.0.0.1", text).rstrip("/")
+    with suppress(ValueError):  # of an address that the store will refuse
+        url = urlsplit(text)
+        if url.scheme.startswith(("redis", "valkey")):
+            hosts = url.netloc.lower().rpartition("@")[2].split(",")
+            ports = sorted(host if ":" in host else f"{host}:6379" for host in hosts)
+            return f"{','.join(ports)}/{url.path.strip('/') or 0}"
+    return text
 
 
 def open_backend(name: str, options: Mapping[str, object], port: Port) -> StorageBackend:

@@ -125,6 +125,7 @@ async def test_storage_is_a_chain_for_attaching_too(tmp_path: Path) -> None:
         assert await cache.sync()
         assert await cache.detach_storage("near")
         assert not await cache.detach_storage("near")
+        assert list(cache.statistics().stages) == ["far"]  # what is left out on purpose alarms nobody
         assert (await Engine(cache).serve([7, *PROMPT])).tokens == 0
         async with cache.request([7, *PROMPT]) as request:
             await request.load()
@@ -206,6 +207,26 @@ async def test_what_was_acknowledged_survives_a_kill(
             [{"url": "s3://b/p"}, {"url": "s3://b/p/"}],
             "same store",
         ),
+        (
+            ["redis", {"backend": "redis", "name": "b"}],
+            [{"url": "redis://localhost:6379"}, {"url": "redis://127.0.0.1"}],
+            "same store",
+        ),
+        (
+            ["object", {"backend": "object", "name": "b"}],
+            [
+                {"url": "s3://b", "config": {"endpoint": "http://localhost:9000"}},
+                {"url": "s3://b", "config": {"endpoint": "http://127.0.0.1:9000/"}},
+            ],
+            "same store",
+        ),
+        (
+            ["mooncake", {"backend": "mooncake", "name": "b"}],
+            [{"master": "localhost:50051"}, {"master": "127.0.0.1:50051", "namespace": "asynchicache"}],
+            "same store",
+        ),
+        (["redis", "memory"], [{"url": "redis://[h"}, {}], "url='redis://.h'"),
+        (["object", "memory"], [{"url": "s3://b", "config": "x"}, {}], "config"),
         (
             [{"backend": "memory", "options": {"name": "x"}}, {"backend": "memory", "name": "b"}],
             [{}, {"name": "x"}],

@@ -19,7 +19,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
-from mmap import mmap
 from operator import attrgetter
 from typing import Annotated, ClassVar, Literal, TypeAlias, TypeVar, cast
 
@@ -37,15 +36,11 @@ from asynchicache.storage.guard import ENGINE_CALLS, GuardedPool, open_guarded
 from asynchicache.storage.limits import BatchResult, PoolLimits
 from asynchicache.storage.presence import ExpiringKeys, PresenceStatistics
 from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine, StorageBackend
+from asynchicache.storage.staging import StagedCopy, StagingSlots
 from asynchicache.storage.statistics import CallCounters, PoolStatistics
 from asynchicache.types import Outcome
 
 logger = logging.getLogger(__name__)
-
-_STAGED_PAGES = 128
-_STAGED_BYTES = 64 << 20
-_SMALL_BYTES = 1 << 20
-"""Staging slots of a pool, at most, and the bytes that are copied to them without a thread."""
 
 _HELD_BACK_SECONDS = 1.0
 """How long a question to a farther stage holds back what nearer ones have answered."""
@@ -259,55 +254,6 @@ def _opened(stage: ChainStage) -> StorageError | None:
     return None
 
 
-class _StagingSlots:
-    """Slots of memory behind those of a binding.
-
-    Args:
-        slots: how many more.
-    """
-
-    def __init__(self, binding: PoolBinding, slots: int) -> None:
-        self.first = binding.regions()[0].nbytes // binding.header_bytes
-        self._binding = binding
-        self._pages = memoryview(mmap(-1, slots * binding.slot_bytes))
-        self._headers = memoryview(mmap(-1, slots * binding.header_bytes))
-        self._free = list(range(self.first, self.first + slots))
-        self.reserve = slots // 4
-        """Slots that are left to pages which leave a full stage."""
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        """At most `count` free slots."""
-        taken, self._free = self._free[: max(count, 0)], self._free[max(count, 0) :]
-        return taken
-
-    def give_back(self, slots: Iterable[int]) -> None:
-        self._free += slots
-
-    def copy(self, sources: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy slots of the pool, with their headers."""
-        for source, slot in zip(sources, slots, strict=True):
-            self.page(slot)[:] = self._binding.page(source)
-            self.header(slot)[:] = self._binding.header(source)
-
-    def page(self, slot: int) -> memoryview:
-        return self._view(slot, self._pages, self._binding.slot_bytes, self._binding.page)
-
-    def header(self, slot: int) -> memoryview:
-        return self._view(slot, self._headers, self._binding.header_bytes, self._binding.header)
-
-    def regions(self) -> tuple[memoryview, memoryview]:
-        return self._binding.regions()
-
-    def _view(self, slot: int, memory: memoryview, size: int, own: Callable[[int], memoryview]) -> memoryview:
-        if slot < self.first:
-            return own(slot)
-        return memory[(slot - self.first) * size : (slot - self.first + 1) * size]
-
-
 @dataclass(slots=True, eq=False)
 class _PoolStage:
     """One stage of one pool.
@@ -384,7 +330,7 @@ class ChainedPool:
         self._binding = cast("SlotBinding", binding)
         self.port = port
         self._limits = limits
-        self.staged = _StagingSlots(binding, max(8, min(_STAGED_PAGES, _STAGED_BYTES // binding.slot_bytes)))
+        self.staged = StagingSlots(self._binding)
         self._stages = [_PoolStage(stage, stage.policy.limits or limits) for stage in chain.stages]
         self._counters = {
             kind.name: CallCounters(binding.page_bytes if kind.moves_pages else 0) for kind in ENGINE_CALLS
@@ -814,7 +760,7 @@ class ChainedPool:
         carried = [keys[place] for place in places]
         self._carrying.update(carried)
         wanted = [wishes[place] for place in places]
-        copy = _StagedCopy()
+        copy = StagedCopy()
         self._spawn(self._carry(copy, carried, staged, wanted))
         sources = [slots[place] for place in places]
         nbytes = len(staged) * self._binding.slot_bytes
@@ -837,7 +783,7 @@ class ChainedPool:
         return policy.promote == "all" or (policy.promote == "second_hit" and key in self._seen)
 
     async def _carry(
-        self, copy: _StagedCopy, keys: Sequence[ObjectKey], slots: list[int], wanted: Sequence[Sequence[int]]
+        self, copy: StagedCopy, keys: Sequence[ObjectKey], slots: list[int], wanted: Sequence[Sequence[int]]
     ) -> None:
         """Store pages in staging slots in the stages that want them."""
         try:
@@ -974,13 +920,14 @@ class ChainedPool:
         return [stage.stage.name for stage in self._stages]
 
     def stages(self) -> dict[str, PoolStatistics]:
-        """The statistics of each stage, the nearest first."""
-        return {stage.stage.name: stage.statistics(self._binding.pool) for stage in self._stages}
+        """The statistics of each stage that is not detached, the nearest first."""
+        used = [stage for stage in self._stages if not stage.stage.detached]
+        return {stage.stage.name: stage.statistics(self._binding.pool) for stage in used}
 
     def statistics(self) -> PoolStatistics:
         """The calls of the chain, with the faults of all its stages; the breaker is open only if those of
         all stages are."""
-        stages = list(self.stages().values())
+        stages = [stage.statistics(self._binding.pool) for stage in self._stages]
         best = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
         calls = {
             name: replace(
@@ -1008,36 +955,6 @@ class ChainedPool:
 
     def __repr__(self) -> str:
         return f"<ChainedPool {self._binding.pool}: {', '.join(stage.stage.name for stage in self._stages)}>"
-
-
-class _StagedCopy:
-    """A copy of pages to staging slots, of which somebody else waits for the end.
-
-    Attributes:
-        ended: done when it has; False if what was copied is of no use.
-    """
-
-    def __init__(self) -> None:
-        self.ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-    async def run(self, copy: Callable[[], None], port: Port, nbytes: int) -> None:
-        """Copy; off the loop, if that takes long."""
-        if nbytes <= _SMALL_BYTES:
-            copy()
-            self.ended.set_result(True)
-            return
-        copying = asyncio.ensure_future(port.run_blocking(copy))
-        copying.add_done_callback(self._copied)
-        self._wanted = True
-        try:
-            await asyncio.shield(copying)
-        except asyncio.CancelledError:  # the slots are the caller's again, while they are still read
-            self._wanted = False
-            raise
-
-    def _copied(self, copying: asyncio.Future[None]) -> None:
-        if not self.ended.done():
-            self.ended.set_result(self._wanted and not copying.cancelled() and copying.exception() is None)
 
 
 def _merge(outcomes: list[Outcome], places: Sequence[int], answers: Sequence[Outcome]) -> list[int]:
