@@ -190,10 +190,7 @@ class ChaosDevice:
         raise RuntimeError("made to fail")
 
     def _lie(self, work: Callable[[], object]) -> None:
-        """Copy, but write one wrong byte (once per run)."""
-        if self.lied:
-            work()
-            return
+        """Copy, but write one wrong byte."""
         before = [memory.copy() for memory in self.memory]
         work()
         for memory, old in zip(self.memory, before, strict=True):

@@ -271,7 +271,7 @@ class DeviceFaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         fail: the copy that fails, together with the device.
         partial: the copy that fails half done.
         never: the copy that never ends.
-        lie: the copy that writes a wrong byte, which the cache's audit must notice.
+        lie: the first copy of those that each write a wrong byte, which the cache's audit must notice.
     """
 
     stall: float = 0.0
