@@ -95,6 +95,7 @@ class HitCase:
         reached: full pages that memory had at the match, or memory and storage together all the time while
             storage was asked without a fault: a shorter hit has another reason than that there were none.
         told: storage was asked without a fault.
+        remembered: the most full pages that memory had when it was looked at.
     """
 
     tokens: array[int]
@@ -116,6 +117,7 @@ class HitCase:
     least: int = 0
     reached: int = 0
     told: bool = False
+    remembered: int = 0
     epoch: int = 0
 
 
@@ -212,6 +214,7 @@ class HitOracle(Observer):
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         there, got = self._seen(case, memory[FULL], memory), request.hit.tokens // self._size
         case.reached = _run(memory[FULL]) if now else 0
+        case.remembered = max(case.remembered, _run(memory[FULL]))
         if self._tree.tails:
             self._matched_tokens(request, case, there, now=now)
         elif got > there or (now and got < there):
@@ -436,6 +439,8 @@ class HitOracle(Observer):
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         self._seen(case, memory[FULL], memory)
         now = memory[FULL]
+        if case.began and _run(now) < case.remembered:
+            case.allowed.add(MissReason.HOST_CAPACITY)  # storage was asked for what stands behind these only
         if case.told:
             now = _either(now, self._in_storage(list(case.digests))[FULL])
         case.reached = min(case.reached, _run(now))  # memory may have lost it while it waited for room
