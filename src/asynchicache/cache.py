@@ -6,7 +6,7 @@ import asyncio
 import logging
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
 from os import PathLike
@@ -400,7 +400,7 @@ class BaseCache(Generic[RequestKind]):
             await self._parts.executor.checkpoint()
             if version == self.config.weight_version:
                 return
-            had, parts = bool(self._parts.storage), self._parts
+            had, parts = self._parts.storage.attached, self._parts
             parts.planner.reset()
             await parts.storage_writer.detach()
             with suppress(TimeoutError):  # what is left can reach neither the tree nor storage
@@ -412,8 +412,8 @@ class BaseCache(Generic[RequestKind]):
             self.config = msgspec.structs.replace(self.config, weight_version=version)
             if self._group is not None:
                 await self._group.update_weights(version)
-            if had:
-                await self._attach(self._storage_config(), self._given)
+            if had is not None:
+                await self._attach(self._storage_config(), self._given, had.detached_stages)
 
     def _storage_config(self) -> CacheConfig:
         """The options of the storage that was attached last, with the present weights."""
@@ -451,12 +451,16 @@ class BaseCache(Generic[RequestKind]):
             config = msgspec.structs.replace(config, storage=storage, storage_options=options or {})
         await self._attach(config, given)
 
-    async def _attach(self, config: CacheConfig, given: StorageBackend | None) -> None:
+    async def _attach(
+        self, config: CacheConfig, given: StorageBackend | None, without: Collection[str] = ()
+    ) -> None:
         parts = self._parts
         self._parts.executor.check_open()
         with self._parts.executor.busy():  # closing the cache waits for this, for `close_seconds`
             try:
-                attachment = await attach_storage(self.spec, config, parts.hosts, given, parts.port)
+                attachment = await attach_storage(
+                    self.spec, config, parts.hosts, given, parts.port, without=without
+                )
             except StorageError:
                 self._parts.executor.check_open()
                 raise
@@ -472,7 +476,8 @@ class BaseCache(Generic[RequestKind]):
         """Detach storage, or one stage of a chain of stores; False if there was none, or it is detached.
 
         Requests continue, and miss its pages. Waits for calls in flight, up to the `closing` limit of
-        `storage_limits`. `durable` returns False.
+        `storage_limits`. `durable` returns False. A stage stays detached, also when the weights change, until
+        `attach_stage` or `attach_storage`.
         """
         self._parts.executor.loop.check()
         if stage is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
@@ -276,8 +276,13 @@ def python_hash_seed() -> str | None:
     return os.environ.get("PYTHONHASHSEED")
 
 
-def open_storage(names: StorageNames, options: StorageOptions, port: Port) -> StorageBackend:
+def open_storage(
+    names: StorageNames, options: StorageOptions, port: Port, *, without: Collection[str] = ()
+) -> StorageBackend:
     """The storage backend of that name, or a chain of them.
+
+    Args:
+        without: stages of a chain that begin detached: they are not opened.
 
     Raises:
         ConfigError: a stage is unknown, there twice, or a chain itself; or as `open_backend`.
@@ -294,6 +299,7 @@ def open_storage(names: StorageNames, options: StorageOptions, port: Port) -> St
                 one.name,
                 partial(open_backend, one.backend, one.options, port),
                 StagePolicy(one.write, one.promote, one.durable, one.limits),
+                detached=one.name in without,
             )
             for one in stages
         ],

@@ -558,9 +558,11 @@ async def attach_storage(
     hosts: Mapping[str, HostPool],
     storage: StorageBackend | None,
     port: Port,
+    *,
+    without: Collection[str] = (),
 ) -> AttachedStorage:
     """Open the configured storage, or use the given one, which the caller closes; with all pools that have
-    host slots."""
+    host slots. `without`: as of `open_storage`."""
     config.check_storage()
     bindings = [
         SlotBinding(host, *_identity(spec, name, config), depends_on=spec.depends_on(name))
@@ -570,7 +572,7 @@ async def attach_storage(
     others = [pool.name for pool in spec.pools if not pool.writes or (pool.replicated and config.rank)]
     owned = storage is None
     if storage is None:  # last, so that no earlier failure leaves it open
-        storage = open_storage(config.storage or "", config.storage_options, port)
+        storage = open_storage(config.storage or "", config.storage_options, port, without=without)
     if config.store_parts:
         storage = in_each_store(
             storage, lambda one: DividedStorage(one, _divided(spec, config, hosts), port), port

@@ -139,6 +139,32 @@ async def test_storage_is_a_chain_for_attaching_too(tmp_path: Path) -> None:
         assert cache.statistics().stages == {}
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("detached", [["near"], ["far"], ["near", "far"]])
+async def test_a_detached_stage_stays_so_when_the_weights_change(tmp_path: Path, detached: list[str]) -> None:
+    options = files(tmp_path)
+    async with HybridCache.open(SPEC, config(**options)) as cache:
+        for stage in detached:
+            assert await cache.detach_storage(stage)
+            _remove(tmp_path / stage)
+        for weights in ("others", "test"):
+            await cache.update_weights(weights)
+            assert list(cache.statistics().stages) == [one for one in ("near", "far") if one not in detached]
+            await Engine(cache).serve(PROMPT)
+            assert await cache.sync() is (len(detached) == 1)
+        assert not any(list((tmp_path / stage).iterdir()) for stage in detached)  # not even opened
+        for stage in detached:
+            assert not await cache.detach_storage(stage)
+            await cache.attach_stage(stage)
+        assert list(cache.statistics().stages) == ["near", "far"]
+        assert (await cache.sync(), await cache.detach_storage()) == (True, True)
+        await cache.attach_storage(options["storage"], options["storage_options"])
+        await cache.detach_storage(detached[0])
+        assert await cache.detach_storage()
+        await cache.attach_storage(options["storage"], options["storage_options"])  # said anew: all are used
+        assert list(cache.statistics().stages) == ["near", "far"]
+
+
 KILLED = """
 import asyncio, sys
 sys.path.insert(0, "tests")

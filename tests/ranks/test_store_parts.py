@@ -163,6 +163,23 @@ async def test_a_rank_alone_comes_back_after_a_restart(storage: str, tmp_path: P
         assert stored.verify() == []
 
 
+@pytest.mark.asyncio
+async def test_a_detached_stage_stays_so_when_the_weights_change(tmp_path: Path) -> None:
+    whole = tiny_spec("llama")
+    slots = slots_of(whole)
+    chain = {
+        "storage": [{"backend": "file", "name": "near"}, {"backend": "file", "name": "far"}],
+        "storage_options": [{"path": str(tmp_path / "near")}, {"path": str(tmp_path / "far")}],
+    }
+    options = config(tmp_path, device_slots=slots, host_slots=slots, **chain)
+    async with HybridCache.open(whole.shard(tp=(0, 1)), options) as cache:
+        assert await cache.detach_storage("far")
+        await cache.update_weights("others")
+        assert list(cache.statistics().stages) == ["near"]
+        await cache.attach_stage("far")
+        assert list(cache.statistics().stages) == ["near", "far"]
+
+
 HEADS = TensorSpec("keys", layers=(0,), shape=(4, 2), dtype="int64", cut=(CutSection(4, 4),))
 FOUR_HEADS = ModelSpec("four heads", page_size=PAGE, layers=1, pools=(PoolSpec("kv", (HEADS,)),))
 

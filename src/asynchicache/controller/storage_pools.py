@@ -158,6 +158,12 @@ class AttachedStorage:
         return frozenset().union(*(guard.used(slots) for guard in guards))
 
     @property
+    def detached_stages(self) -> list[str]:
+        """Names of the stages of a chain that are not used."""
+        stages = self.chain.stages if self.chain is not None else ()
+        return [stage.name for stage in stages if stage.detached]
+
+    @property
     def ended(self) -> bool:
         """Whether no call runs."""
         return not any(pool.guard.statistics().running for pool in self.pools.values())
@@ -187,6 +193,11 @@ class StoragePools:
     @property
     def _pools(self) -> Mapping[str, StoredPool]:
         return self._attachment.pools if self._attachment is not None else {}
+
+    @property
+    def attached(self) -> AttachedStorage | None:
+        """What is attached now."""
+        return self._attachment
 
     def attach(self, attachment: AttachedStorage) -> None:
         """Attach storage; there must be none."""

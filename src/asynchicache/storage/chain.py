@@ -118,9 +118,11 @@ class ChainStage:
 class StorageChain:
     """Several stores as one, the nearest first. See `open_stored`.
 
+    Stages that are detached are not opened.
+
     Raises:
         ConfigError: fewer than two stages, a name twice, or policies that do not fit together.
-        StorageError: no store can be opened.
+        StorageError: no store that is used can be opened.
     """
 
     def __init__(self, stages: Sequence[ChainStage], port: Port) -> None:
@@ -132,8 +134,9 @@ class StorageChain:
         """By stage: who stores there, while what leaves it goes to the next one."""
         self.pools: dict[tuple[bytes, str, str], ChainedPool] = {}
         _check_stages(self.stages)
-        failures = [error for stage in self.stages if (error := _opened(stage)) is not None]
-        if len(failures) == len(self.stages):
+        used = [stage for stage in self.stages if not stage.detached]
+        failures = [error for stage in used if (error := _opened(stage)) is not None]
+        if failures and len(failures) == len(used):
             raise failures[0]
 
     async def open_pool(self, binding: PoolBinding) -> PoolEngine:
@@ -223,7 +226,7 @@ def in_each_store(
 
 def _wrapped(stage: ChainStage, wrap: Callable[[StorageBackend], StorageBackend]) -> ChainStage:
     inner = None if stage.backend is None else wrap(stage.backend)
-    return ChainStage(stage.name, lambda: wrap(stage.open()), stage.policy, inner)
+    return ChainStage(stage.name, lambda: wrap(stage.open()), stage.policy, inner, stage.detached)
 
 
 def _check_stages(stages: Sequence[ChainStage]) -> None:
@@ -347,13 +350,14 @@ class ChainedPool:
     # Opening, and trying again
 
     async def open(self) -> None:
-        """Open every stage.
+        """Open every stage that is not detached.
 
         Raises:
             StorageError: none can be opened; the first error.
         """
-        failures = [error for stage in self._stages if (error := await self._open(stage)) is not None]
-        if len(failures) == len(self._stages):
+        used = [stage for stage in self._stages if not stage.stage.detached]
+        failures = [error for stage in used if (error := await self._open(stage)) is not None]
+        if failures and len(failures) == len(used):
             raise failures[0]
 
     async def detach(self, stage: ChainStage) -> None:
