@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from asynchicache.cli.options import ServeOptions
 from asynchicache.cli.serve import settings_of
 from asynchicache.errors import ConfigError
+from engines import free_port
 from integrations.serve.checkpoints import tiny_loaded
 from integrations.serve.serving import PAGE, SMALL, Running, body, running
 
@@ -127,6 +129,68 @@ async def test_other_weights_have_a_name() -> None:
         for wrong in ({}, {"weight_version": ""}, {"weight_version": 3}, {"weight_version": "4", "more": 1}):
             await refused(server, "update_weights", wrong, 400, "")
         assert server.api.model.cache.config.weight_version == "3"
+
+
+@pytest.mark.parametrize("chosen", ["as configured", "by an operator"])
+async def test_storage_that_is_down_when_the_weights_change_is_tried_again(
+    tmp_path: Path, chosen: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "pages"
+    ours = {"storage": "file", "storage_options": {"path": str(folder)}}
+    other = {"storage": "file", "storage_options": {"path": str(tmp_path / "others")}}
+    cache = msgspec.structs.replace(SMALL, **(ours if chosen == "as configured" else other))
+    async with running(LOADED, cache=cache, admin_token=TOKEN, attach_seconds=0.02) as server:
+        if chosen == "by an operator":
+            await done(server, "detach_storage")
+            await done(server, "attach_storage", ours)
+        for version in ("2", "3"):  # each is told of
+            caplog.clear()
+            block(folder)
+            await changed_in_vain(server, version)
+            assert caplog.text.count("nothing is kept there for now; trying every 0.02 s") == 1
+            folder.unlink()
+            while (await health(server)) != "ok":  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert "storage file is open now" in caplog.text
+            await cached(server)
+            assert await done(server, "sync") == {"written": True}
+            assert any(folder.iterdir()), "the storage that was attached last, with its options"
+
+        block(folder)
+        await changed_in_vain(server, "4")
+        assert await done(server, "detach_storage") == {"detached": False, "attempts_ended": True}
+        assert await health(server) == "none"
+        assert await done(server, "update_weights", {"weight_version": "5"}) == {"weight_version": "5"}
+        assert await done(server, "detach_storage") == {"detached": False, "attempts_ended": False}
+
+
+def block(folder: Path) -> None:
+    """Put a file where the store is."""
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+
+
+async def changed_in_vain(server: Running, version: str) -> None:
+    await refused(server, "update_weights", {"weight_version": version}, 503, "pages")
+    assert await health(server) == "unavailable"
+    assert server.api.model.cache.config.weight_version == version
+
+
+async def health(server: Running) -> str:
+    return str((await server.http.get("/health")).json()["storage"])
+
+
+async def test_redis_that_nobody_serves_is_tried_again_after_the_weights_changed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    port = free_port()
+    stage = {"backend": "redis", "name": "far", "options": {"url": f"redis://127.0.0.1:{port}"}}
+    async with running(LOADED, admin_token=TOKEN, attach_seconds=3600.0) as server:
+        await done(server, "attach_storage", {"storage": ["memory", stage]})
+        await server.api.model.cache.detach_storage("memory")
+        await refused(server, "update_weights", {"weight_version": "2"}, 503, str(port))
+        assert "storage memory+far cannot be opened" in caplog.text
+        assert await done(server, "detach_storage") == {"detached": False, "attempts_ended": True}
 
 
 async def test_a_token_is_long_and_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

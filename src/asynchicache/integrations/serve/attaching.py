@@ -18,6 +18,8 @@ _log = logging.getLogger(__name__)
 class ServedStorage:
     """Attaches the configured storage, and tries again while it cannot be opened; until then memory serves.
 
+    Storage that could not be opened again under other weights is tried again too, as it was attached last.
+
     An async context manager; on exit it tries no more, and leaves the storage attached.
 
     Attributes:
@@ -33,6 +35,7 @@ class ServedStorage:
         self.name = config.storage_name
         self._cache = cache
         self._config = config
+        self._chosen = config  # with the storage that was attached last
         self._pause = pause
         self._trying: asyncio.Task[None] | None = None
         self._told = ""
@@ -43,7 +46,7 @@ class ServedStorage:
             ConfigError: the options are invalid, so that trying again cannot help.
         """
         if self.name and not await self._attached():
-            self._trying = asyncio.create_task(self._try_again())
+            self._begin_again()
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -66,8 +69,8 @@ class ServedStorage:
             raise UsageError("no storage is configured: say which, with storage and storage_options")
         await self._cache.attach_storage(storage, options)
         await self._give_up()
-        chosen = msgspec.structs.replace(self._config, storage=storage, storage_options=options or {})
-        self.name = chosen.storage_name
+        self._chosen = msgspec.structs.replace(self._config, storage=storage, storage_options=options or {})
+        self.name, self._told = self._chosen.storage_name, ""
         return self.name
 
     async def detach(self) -> tuple[bool, bool]:
@@ -75,6 +78,17 @@ class ServedStorage:
         ended = await self._give_up()
         self.name = ""
         return await self._cache.detach_storage(), ended
+
+    def lost(self, error: StorageError) -> None:
+        """The weights changed, and then storage could not be opened: begin to try again, unless it has been
+        detached or attached since."""
+        if self.name and not self._cache.statistics().storage:
+            self._tell(error)
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        if self._trying is None or self._trying.done():
+            self._trying = asyncio.create_task(self._try_again())
 
     async def _give_up(self) -> bool:
         """Try no more; False if nothing was being tried."""
@@ -87,18 +101,22 @@ class ServedStorage:
 
     async def _attached(self) -> bool:
         try:
-            await self._cache.attach_storage(self._config.storage or "", self._config.storage_options)
+            await self._cache.attach_storage(self._chosen.storage or "", self._chosen.storage_options)
         except StorageError as error:
-            if self._told != str(error):  # the log has it once, not every few seconds for a night
-                self._told = str(error)
-                _log.warning(
-                    "storage %s cannot be opened, so nothing is kept there for now; trying every %g s: %s",
-                    self.name,
-                    self._pause,
-                    error,
-                )
+            self._tell(error)
             return False
+        self._told = ""
         return True
+
+    def _tell(self, error: StorageError) -> None:
+        if self._told != str(error):  # the log has it once, not every few seconds for a night
+            self._told = str(error)
+            _log.warning(
+                "storage %s cannot be opened, so nothing is kept there for now; trying every %g s: %s",
+                self.name,
+                self._pause,
+                error,
+            )
 
     async def _try_again(self) -> None:
         while True:

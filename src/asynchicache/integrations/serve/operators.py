@@ -104,7 +104,11 @@ class OperatorEndpoints:
 
     async def _update_weights(self, request: Request) -> Told:
         version = (await self._order(request, WeightsRequest)).weight_version
-        await self._api.model.update_weights(version)
+        try:
+            await self._api.model.update_weights(version)
+        except StorageError as error:
+            self._api.storage.lost(error)
+            raise
         return {"weight_version": version}
 
     async def _order(self, request: Request, kind: type[Any]) -> Any:
