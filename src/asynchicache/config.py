@@ -30,7 +30,7 @@ from asynchicache.storage.chain import ChainStage, StageName, StagePolicy, Stora
 from asynchicache.storage.deadlines import as_storage_error
 from asynchicache.storage.labels import Inventory
 from asynchicache.storage.limits import PoolLimits
-from asynchicache.storage.protocol import StorageBackend
+from asynchicache.storage.protocol import StorageBackend, check_backend
 from asynchicache.transfer.paths import CopyPath
 from asynchicache.types import PrefetchPolicy, WritePolicy
 
@@ -417,9 +417,7 @@ def open_backend(name: str, options: Mapping[str, object], port: Port) -> Storag
     factory = load_factory(name, value)
     with as_storage_error(f"opening storage {name!r}"):
         backend = factory(options, port)
-    if not isinstance(backend, StorageBackend):
-        raise ConfigError(f"storage {name!r}: {value} gave {backend!r}, which is no StorageBackend")
-    return backend
+    return check_backend(f"storage {name!r}: {value} gave {backend!r}, which", backend)
 
 
 def _entry_point(name: str) -> str:

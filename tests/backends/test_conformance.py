@@ -16,7 +16,7 @@ from random import Random
 import pytest
 
 from asynchicache.backends import file, memory
-from asynchicache.errors import StorageError
+from asynchicache.errors import ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import Port
 from asynchicache.storage.chain import ChainStage, StagePolicy, StorageChain
@@ -426,3 +426,16 @@ async def test_they_find_an_engine_that_is_not_as_immediate_as_it_says(tmp_path:
 
     with pytest.raises(StorageError, match="immediate"):
         await Suite().test_an_immediate_engine_never_suspends(tmp_path)
+
+
+@pytest.mark.asyncio
+async def test_a_backend_that_no_cache_would_take_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Nameless(BackendConformance):
+        async def make_backend(self, port: Port, tmp_path: Path) -> StorageBackend:
+            return BrokenBackend(port, BrokenEngine)
+
+    monkeypatch.delattr(BrokenBackend, "name")
+    with pytest.raises(ConfigError, match=r"what Nameless opens is no StorageBackend: it lacks name$"):
+        await Nameless().test_what_was_never_put_is_a_miss(tmp_path)

@@ -18,8 +18,10 @@ from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.errors import CacheError, ConfigError, StorageError
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.storage import deadlines
+from asynchicache.storage.divided import DividedStorage
 from asynchicache.storage.limits import PoolLimits
 from asynchicache.storage.protocol import Capabilities, PoolBinding, PoolEngine
+from asynchicache.testing.faults import Latency
 from asynchicache.types import MissReason
 from cache.engine import SPEC, Engine, config
 
@@ -177,8 +179,26 @@ async def test_a_backend_that_cannot_close_does_not_keep_the_cache_open(
 @pytest.mark.asyncio
 async def test_what_is_no_backend_is_refused():
     async with HybridCache.open(SPEC, config()) as cache:
-        with pytest.raises(ConfigError, match="storage 5 is no StorageBackend"):
+        with pytest.raises(ConfigError, match="storage 5 is no StorageBackend: it lacks name, "):
             await cache.attach_storage(5)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"Nameless.* is no StorageBackend: it lacks name$"):
+            await cache.attach_storage(Nameless())  # type: ignore[arg-type]
+
+
+class Nameless:
+    """A backend but for its name."""
+
+    async def open_pool(self, binding: PoolBinding) -> PoolEngine:
+        return await MemoryBackend(MemoryStore()).open_pool(binding)
+
+    async def aclose(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("wrap", [lambda one: Latency(one, 0.0), lambda one: DividedStorage(one, {}, None)])
+def test_wrappers_name_what_a_backend_lacks(wrap: Callable[[object], object]) -> None:
+    with pytest.raises(ConfigError, match=r"is no StorageBackend: it lacks name$"):
+        wrap(Nameless())
 
 
 @pytest.mark.asyncio

@@ -9,7 +9,7 @@ from functools import partial
 from operator import and_
 from typing import NamedTuple, Self, TypeAlias
 
-from asynchicache.errors import ClosedError, ConfigError, StorageError, UsageError
+from asynchicache.errors import ClosedError, StorageError, UsageError
 from asynchicache.hashing import ObjectKey, PlacedPage
 from asynchicache.planner.actions import StorageWrite
 from asynchicache.planner.readings import StorageRead
@@ -19,7 +19,7 @@ from asynchicache.storage.chain import AnyPool, ChainedPool, StorageChain, open_
 from asynchicache.storage.deadlines import close, joined
 from asynchicache.storage.labels import label_maker
 from asynchicache.storage.limits import BatchResult, PoolLimits
-from asynchicache.storage.protocol import StorageBackend
+from asynchicache.storage.protocol import StorageBackend, check_backend
 from asynchicache.storage.statistics import PoolStatistics
 from asynchicache.types import MissReason, Outcome
 
@@ -110,8 +110,7 @@ class AttachedStorage:
             ConfigError: `backend` is not a `StorageBackend`.
             StorageError: the backend cannot be used; nothing stays open.
         """
-        if not isinstance(backend, StorageBackend):
-            raise ConfigError(f"storage {backend!r} is no StorageBackend")
+        check_backend(f"storage {backend!r}", backend)
         attachment = cls()
         attachment.chain = backend if isinstance(backend, StorageChain) else None
         async with AsyncExitStack() as stack:

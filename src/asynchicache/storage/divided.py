@@ -20,7 +20,13 @@ from asynchicache.hashing import ObjectKey, PlacedPage
 from asynchicache.layouts import SlotLayout
 from asynchicache.ports import Port
 from asynchicache.storage.binding import SlotBinding
-from asynchicache.storage.protocol import OptionalVerbs, PoolBinding, PoolEngine, StorageBackend
+from asynchicache.storage.protocol import (
+    OptionalVerbs,
+    PoolBinding,
+    PoolEngine,
+    StorageBackend,
+    check_backend,
+)
 from asynchicache.types import Outcome
 
 T = TypeVar("T")
@@ -80,7 +86,7 @@ class DividedStorage:
     """
 
     def __init__(self, backend: StorageBackend, pools: Mapping[str, DividedPool], port: Port) -> None:
-        self.name = backend.name
+        self.name = check_backend(f"storage {backend!r}", backend).name
         self._backend = backend
         self._pools = pools
         self._port = port

@@ -351,3 +351,19 @@ class StorageBackend(Protocol):
     async def aclose(self) -> None:
         """Close every engine, then the store itself; closing twice is harmless."""
         ...
+
+
+def check_backend(given: str, backend: object) -> StorageBackend:
+    """What was given as a storage backend, if it is one.
+
+    Args:
+        given: where it comes from, for the message.
+
+    Raises:
+        ConfigError: it lacks something of `StorageBackend`; says what.
+    """
+    if isinstance(backend, StorageBackend):
+        return backend
+    lacking = [name for name in ("name", "open_pool", "aclose") if not hasattr(backend, name)]
+    rule = f"it lacks {', '.join(lacking)}" if lacking else "its class must have name, open_pool and aclose"
+    raise ConfigError(f"{given} is no StorageBackend: {rule}")

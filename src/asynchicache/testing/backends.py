@@ -31,7 +31,7 @@ from asynchicache.ports import AsyncioPort, Port
 from asynchicache.specs import PoolSpec, TensorSpec
 from asynchicache.storage.binding import SlotBinding
 from asynchicache.storage.deadlines import run_immediate
-from asynchicache.storage.protocol import OptionalVerbs, PoolEngine, StorageBackend, has_verb
+from asynchicache.storage.protocol import OptionalVerbs, PoolEngine, StorageBackend, check_backend, has_verb
 from asynchicache.types import Outcome
 
 _POISON = b"\xa5"
@@ -263,6 +263,7 @@ class BackendConformance:
                     backend = await self.make_backend(port, tmp_path)
                 else:
                     backend = await self.make_bounded(port, tmp_path, pages)
+                check_backend(f"what {type(self).__name__} opens", backend)
                 stack.push_async_callback(backend.aclose)
                 yield backend
         except TimeoutError:

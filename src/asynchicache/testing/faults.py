@@ -18,6 +18,7 @@ from asynchicache.storage.protocol import (
     PoolBinding,
     PoolEngine,
     StorageBackend,
+    check_backend,
 )
 from asynchicache.types import Outcome
 
@@ -36,7 +37,7 @@ class _WrappingBackend:
     def __init__(
         self, kind: str, backend: StorageBackend, wrap: Callable[[PoolEngine, PoolBinding], PoolEngine]
     ) -> None:
-        self.name = f"{kind}-{backend.name}"
+        self.name = f"{kind}-{check_backend(f'storage {backend!r}', backend).name}"
         self._backend = backend
         self._wrap = wrap
         self._wrapped: dict[PoolEngine, PoolEngine] = {}
