@@ -25,7 +25,7 @@ from asynchicache.backends.file.folder import (
 )
 from asynchicache.backends.file.segments import Segments
 from asynchicache.backends.file.store import PoolStore
-from asynchicache.errors import StorageError
+from asynchicache.errors import StorageError, StorageFormatError
 from asynchicache.hashing import NAMESPACE_BYTES
 from asynchicache.ports import Port
 from asynchicache.storage.labels import GoOn, PoolLabel, PoolListing, read_label
@@ -81,7 +81,10 @@ def _listing(folder: Path) -> PoolListing:
     nbytes = sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
     if not (folder / MANIFEST).exists():
         return PoolListing(folder.name, "", "", "", {}, nbytes)
-    manifest = read(folder / MANIFEST)
+    try:
+        manifest = read(folder / MANIFEST)
+    except StorageFormatError as error:  # the other pools are no worse for it
+        return PoolListing(folder.name, "", "", "", {}, nbytes, problem=str(error))
     segments = Segments(folder, manifest.slot_bytes, manifest.identity, read_only=True, direct=False)
     with closing(segments):
         pages = Counter(entry.digest[:NAMESPACE_BYTES] for entry in load_entries(segments).pages)

@@ -62,7 +62,8 @@ class Hf3fsInventory:
         if label is None and not keys:
             return None
         pages = Counter(bytes.fromhex(key)[:NAMESPACE_BYTES] for key in keys)
-        nbytes = len(keys) * (self._frame_bytes(name) or 0)
+        frame_bytes = self._frame_bytes(name)
+        nbytes = None if frame_bytes is None else len(keys) * frame_bytes
         return PoolListing.of(name, dict(pages), label)._replace(nbytes=nbytes)
 
     async def _opened(self, name: str) -> MetadataNamespace | None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asynchicache.backends.file.folder import StoreFolder
 from asynchicache.backends.file.segments import ENTRY_BYTES
+from asynchicache.cli.doctor import check_store
 from asynchicache.cli.main import main
+from asynchicache.cli.options import DoctorOptions
 from asynchicache.types import Outcome
 from storage.file_stores import SLOT_BYTES, SLOTS_AT, backend_at, bench_at, open_bench
 
@@ -39,7 +42,7 @@ def flip(folder: Path, name: str, offset: int) -> None:
     path.write_bytes(data)
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, object]]:
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
     code = main([*arguments, "--json", "-"])
     return code, json.loads(capsys.readouterr().out)
 
@@ -102,6 +105,28 @@ def test_a_damaged_manifest(store: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert outcomes(store) == [Outcome.HIT] * 5 + [Outcome.MISS]
     code, result = run(capsys, "verify", str(store))
     assert (code, result["pages"], result["unread"], result["problems"]) == (0, PAGES, 0, [])
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "garbage"])
+def test_a_damaged_manifest_is_named_beside_the_other_pools(
+    text: str, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (manifest,) = store.glob("kv-*/pool.json")
+    manifest.write_text(text)
+
+    code, found = run(capsys, "ls", str(store))
+
+    assert code == 1
+    assert [(one["pool"], one["pages"], one["state"]) for one in found["pools"]] == [
+        ("", 0, "damaged"),
+        ("mamba", 1, "unknown"),
+    ]
+    assert f"{manifest} is damaged" in found["pools"][0]["problem"]
+    assert main(["ls", str(store)]) == 1
+    assert "--repair` removes it" in capsys.readouterr().out.replace("\n", " ")
+    assert main(["gc", str(store)]) == 1
+    assert "pool.json is damaged" in capsys.readouterr().err
+    assert f"{manifest} is damaged" in check_store(DoctorOptions(store=str(store))).detail
 
 
 def test_a_pool_without_one_page_that_holds_is_repaired_too(

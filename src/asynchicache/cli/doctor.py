@@ -293,8 +293,7 @@ async def _store_faults(options: StoreOptions) -> list[str]:
     async with opened(options) as inventory:
         if isinstance(inventory, StoreFaults):
             return await inventory.faults()
-        await inventory.pools()
-        return []
+        return [pool.problem for pool in await inventory.pools() if pool.problem]
 
 
 def _fault(entry: EntryPoint) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from operator import add
 from pathlib import Path
@@ -20,6 +20,7 @@ from asynchicache.backends.file.verify import StoreReport, verify_store
 from asynchicache.cli.options import ClearOptions, GcOptions, ListOptions, StoreOptions, VerifyOptions
 from asynchicache.cli.output import CommandResult, Output
 from asynchicache.config import open_inventory
+from asynchicache.errors import StorageFormatError
 from asynchicache.hashing import namespace_id, namespace_seed
 from asynchicache.layouts import HEADER_BYTES
 from asynchicache.ports import AsyncioPort
@@ -66,10 +67,11 @@ def list_pools(options: ListOptions, output: Output) -> CommandResult:
     with output.console.status(escape(f"listing {options.place}")):
         pools = asyncio.run(_listed(options))
     rows = [_row(pool, options, now) for pool in pools]
-    pages, sizes = sum(_pages(pool, options) for pool in pools), [_bytes(pool, options) for pool in pools]
-    known = [size for size in sizes if size is not None]
-    total = {"pages": pages, "bytes": sum(known) if len(known) == len(sizes) else None}
-    return CommandResult({"pools": rows, **total}, _table(rows))
+    pages = sum(_pages(pool, options) for pool in pools)
+    total = {"pages": pages, "bytes": _total([_bytes(pool, options) for pool in pools])}
+    problems = [pool.problem for pool in pools if pool.problem]
+    shown = Group(_table(rows), *map(Text, problems))
+    return CommandResult({"pools": rows, **total}, shown, not problems)
 
 
 def clear(options: ClearOptions, output: Output) -> CommandResult:
@@ -157,6 +159,8 @@ async def _removed(
     """Remove pools, or their pages of a namespace: what went, and what stays."""
     async with opened(options, writes=not options.dry_run) as inventory:
         pools = await inventory.pools()
+        for damaged in (pool for pool in pools if pool.problem):
+            raise StorageFormatError(damaged.problem)  # it might be one of those that are meant
         if now is not None:
             check_clock(pools, now)
             await check_clocks(inventory, now)
@@ -210,6 +214,12 @@ def _bytes(pool: PoolListing, options: StoreOptions) -> int | None:
     return _pages(pool, options) * (HEADER_BYTES + pool.label.page_bytes)
 
 
+def _total(sizes: Sequence[int | None]) -> int | None:
+    """The sum; None if one is not known."""
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
 def _row(pool: PoolListing, options: StoreOptions, now: float) -> dict[str, object]:
     label = pool.label
     return {
@@ -225,6 +235,7 @@ def _row(pool: PoolListing, options: StoreOptions, now: float) -> dict[str, obje
         "bytes": _bytes(pool, options),
         "state": pool.state(now),
         "until": label.until if label is not None else None,
+        "problem": pool.problem or None,
     }
 
 
@@ -233,7 +244,7 @@ def _table(rows: list[dict[str, object]]) -> RenderableType:
     for name in ("pool", "fingerprint", "model", "weights", "pages", "MB", "state"):
         table.add_column(name, overflow="fold")
     for row in rows:
-        pool = f"{row['pool']} {row['shard']}".strip()
+        pool = f"{row['pool']} {row['shard']}".strip() or str(row["name"])
         cells = [pool, str(row["fingerprint"])[:12], row["model"], row["weight_version"], f"{row['pages']:,}"]
         size = row["bytes"]
         cells += [f"{size / 1e6:,.1f}" if isinstance(size, int) else None, row["state"]]
@@ -248,7 +259,7 @@ def _removal(removed: list[_Removed], kept: list[PoolListing], options: GcOption
     result = {
         "pools": names,
         "pages": pages,
-        "bytes": None if options.namespace else sum(pool.nbytes for pool in whole),
+        "bytes": None if options.namespace else _total([pool.nbytes for pool in whole]),
         "kept": stay,
         "unknown": [pool.name for pool in kept if pool.label is None],
         "dry_run": options.dry_run,

@@ -152,8 +152,9 @@ class PoolListing(NamedTuple):
         name: of its folder or prefix.
         pool, shard, fingerprint: as far as the store says; the fingerprint in hex, maybe its beginning.
         pages: how many it has of each namespace, by `ObjectKey.namespace`.
-        nbytes: bytes of all pages.
+        nbytes: bytes of all pages; None if nobody knows.
         label: None if there is none that this version can read.
+        problem: why it cannot be read, and what to do; empty if it can.
     """
 
     name: str
@@ -161,19 +162,22 @@ class PoolListing(NamedTuple):
     shard: str
     fingerprint: str
     pages: dict[bytes, int]
-    nbytes: int
+    nbytes: int | None
     label: PoolLabel | None = None
+    problem: str = ""
 
     @classmethod
     def of(cls, name: str, pages: dict[bytes, int], label: PoolLabel | None) -> PoolListing:
         """The pool that a name says, for stores that know no sizes."""
         fingerprint, _, rest = name.partition(".")
         pool, _, shard = rest.partition(".")
-        nbytes = 0 if label is None else sum(pages.values()) * (HEADER_BYTES + label.page_bytes)
+        nbytes = None if label is None else sum(pages.values()) * (HEADER_BYTES + label.page_bytes)
         return cls(name, pool, shard, fingerprint, dict(pages), nbytes, label)
 
     def state(self, now: float) -> str:
-        """`live`, `expired`, or `unknown`: nobody knows who reads it, so it stays."""
+        """`live`, `expired`, `damaged`, or `unknown`: nobody knows who reads it, so it stays."""
+        if self.problem:
+            return "damaged"
         if self.label is None:
             return "unknown"
         return "live" if now < self.label.until else "expired"
