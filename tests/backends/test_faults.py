@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from asynchicache.backends import memory
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.errors import ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort
@@ -271,6 +272,15 @@ async def test_persistence_makes_up_for_partial_results() -> None:
 def test_rates_are_shares() -> None:
     with pytest.raises(ConfigError, match=r"lie=1\.5 must be 0 to 1"):
         FaultRates(lie=1.5)
+    for value in ("x", None, float("nan")):
+        with pytest.raises(ConfigError, match=f"fail={value!r} must be 0 to 1"):
+            FaultRates(fail=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("attempts", [0, -1, 1.5, "a"])
+def test_attempts_that_would_never_be_made_are_refused(attempts: object) -> None:
+    with pytest.raises(ConfigError, match=f"attempts {attempts!r} must be"):
+        Persistent(MemoryBackend(MemoryStore()), attempts)  # type: ignore[arg-type]
 
 
 def test_calls_and_pools_are_names() -> None:
@@ -278,6 +288,8 @@ def test_calls_and_pools_are_names() -> None:
         FaultRates(calls=("read",))
     with pytest.raises(ConfigError, match="pools='kv' must be several names"):
         FaultRates(pools="kv")
+    with pytest.raises(ConfigError, match="pools=5 must be several names"):
+        FaultRates(pools=5)  # type: ignore[arg-type]
 
 
 @pytest.mark.asyncio

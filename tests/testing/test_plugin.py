@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import pytest
 
 from asynchicache import HybridCache
+from asynchicache.errors import ConfigError
 from asynchicache.streams.base import Device
 from asynchicache.testing import plugin
 from asynchicache.testing.checks import assert_clean
 from asynchicache.testing.faults import FaultRates, Faulty
+from asynchicache.testing.interrupts import Interrupted, cancel_this_task
 from asynchicache.testing.kit import OpenSmallCache, RunSeeds
 from asynchicache.testing.seeded import SeededWorld
 
@@ -78,6 +82,30 @@ def test_runs_under_seeds(seeded_loop: RunSeeds, small_cache: OpenSmallCache, fa
     assert seeded_loop(main, seeds=3) == [0, 1, 2]
     assert seeded_loop(main, seeds=[7]) == [7]
     assert faulty_storage.injected["hang"]
+
+
+@pytest.mark.parametrize("seeds", [0, -1, [], 1.5, "a", "", True, None])
+def test_a_run_of_no_seed_is_an_error(seeds: Any, seeded_loop: RunSeeds) -> None:
+    async def main(world: SeededWorld) -> None:
+        raise NotImplementedError
+
+    with pytest.raises(ConfigError, match="seeds"):
+        seeded_loop(main, seeds=seeds)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("spec", [5, 0, "m"])
+async def test_a_small_cache_of_no_model_is_an_error(spec: Any, small_cache: OpenSmallCache) -> None:
+    with pytest.raises(ConfigError, match=f"spec={spec!r} must be a ModelSpec"):
+        async with small_cache(spec):
+            pass
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("at", [0, -1, 1.5, "a"])
+async def test_a_suspension_that_never_comes_is_an_error(at: Any) -> None:
+    with pytest.raises(ConfigError, match="suspension at"):
+        Interrupted(asyncio.Future(), at, cancel_this_task)
 
 
 def test_a_failure_names_its_seed(seeded_loop: RunSeeds) -> None:

@@ -142,7 +142,9 @@ class Admission:
         If all requests that hold slots wait for each other, those that have not loaded yet release their
         match. If there are none of these, the last waiter gives way.
         """
-        if self._executor.in_flight() or not self._queue.all_wait(self._planner.inventory.requests):
+        # Who keeps a path, as `durable` does, waits for storage, not for room: it ends, and says so.
+        kept = self._executor.in_flight() or self._planner.inventory.keepers
+        if kept or not self._queue.all_wait(self._planner.inventory.requests):
             return False
         # First those who lose least: a match can be made again, computed pages cannot.
         others = [one for one in self._queue.holding() if one is not waiter]

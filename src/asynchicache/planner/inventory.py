@@ -96,6 +96,7 @@ class SlotInventory:
         free: by place, the allocator of that component and tier.
         hints: the pages that hints favour by their order; what they keep is known by the tree.
         requests, tier_copies, locked, private: all holders of locks or slots outside the tree.
+        keepers: how many callers keep a path for a while (`keeping`).
         extents: the host memory that pools share, or None.
         on_move: called with a pool, host slots, and where their bytes go, before the slots are freed.
         tracer: receives evictions, if set.
@@ -153,6 +154,7 @@ class SlotInventory:
         self.requests: set[RequestState] = set()
         self.tier_copies: list[TierCopy] = []
         self.locked: list[Locks] = []
+        self.keepers = 0
         self.private: list[Callable[[], Mapping[SlotPlace, list[int]]]] = []
 
     @property
@@ -532,9 +534,11 @@ class SlotInventory:
         """During the body, keep the path to `node` and what a prefix needs there, where they are."""
         lease = self.tree.lease(node)
         self.locked.append(lease.locked)
+        self.keepers += 1
         try:
             yield
         finally:
+            self.keepers -= 1
             self.locked[:] = [other for other in self.locked if other is not lease.locked]
             lease.close()
 
