@@ -20,7 +20,7 @@ from asynchicache.storage.protocol import (
     StorageBackend,
     check_backend,
 )
-from asynchicache.types import Outcome
+from asynchicache.types import Outcome, check_number
 
 Sleep = Callable[[float], Awaitable[object]]
 EngineMethod = Callable[[Sequence[ObjectKey], Sequence[int]], Awaitable[list[Outcome]]]
@@ -58,9 +58,15 @@ class Persistent(_WrappingBackend):
 
     Args:
         attempts: maximum calls per page.
+
+    Raises:
+        ConfigError: `attempts` is not a number above 0.
     """
 
     def __init__(self, backend: StorageBackend, attempts: int = 64) -> None:
+        check_number("attempts", attempts)
+        if attempts < 1:
+            raise ConfigError(f"attempts {attempts} must be above 0")
         super().__init__("persistent", backend, lambda engine, _: _PersistentEngine(engine, attempts))
 
 
@@ -138,6 +144,11 @@ class FaultRates:
         drop: a page of a put returns STORED but is not stored.
         calls: the affected calls, a subset of `CALLS`. Default: all.
         pools: the affected pools. Default (empty): all.
+
+    Each fault is drawn by itself, so rates need not sum to 1 at most.
+
+    Raises:
+        ConfigError: a rate, a call or the pools are not such.
     """
 
     fail: float = 0.0
@@ -154,13 +165,12 @@ class FaultRates:
     def __post_init__(self) -> None:
         for rate in fields(self):
             value = getattr(self, rate.name)
-            if rate.default == 0 and not 0 <= value <= 1:
+            if rate.default == 0 and not (isinstance(value, int | float) and 0 <= value <= 1):
                 raise ConfigError(f"fault rate {rate.name}={value!r} must be 0 to 1")
         for name in ("calls", "pools"):
-            if isinstance(getattr(self, name), str):
-                raise ConfigError(
-                    f"fault rates' {name}={getattr(self, name)!r} must be several names, no string"
-                )
+            given = getattr(self, name)
+            if isinstance(given, str) or not isinstance(given, Collection):
+                raise ConfigError(f"fault rates' {name}={given!r} must be several names, no string")
         if not set(self.calls) <= set(CALLS):
             raise ConfigError(f"fault rates' calls={self.calls!r} must be some of {CALLS}")
 

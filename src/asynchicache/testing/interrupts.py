@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Generic, TypeVar
 
+from asynchicache.errors import ConfigError
+from asynchicache.types import check_number
+
 T = TypeVar("T")
 
 
@@ -33,7 +36,13 @@ class Interrupted(Generic[T]):
             act: `cancel_this_task` or another callable.
             answered: act after the awaited result has arrived, just before `work` resumes; otherwise as
                 soon as `work` suspends.
+
+        Raises:
+            ConfigError: `at` is not a number above 0: it would never come.
         """
+        check_number("suspension at", at)
+        if at < 1:
+            raise ConfigError(f"suspension at={at} never comes: they are counted from 1")
         self.suspensions = 0
         self.struck = False
         self._work = work

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.cache import HybridCache
 from asynchicache.config import CacheConfig, PrefetchOptions, PrefetchPolicy
+from asynchicache.errors import ConfigError
 from asynchicache.ports import Port
 from asynchicache.specs import ModelSpec
 from asynchicache.storage.protocol import StorageBackend
@@ -21,6 +22,7 @@ from asynchicache.testing.faults import FaultRates, Faulty
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
 from asynchicache.testing.watch import Watch
+from asynchicache.types import check_number
 
 T = TypeVar("T")
 
@@ -75,9 +77,12 @@ async def open_small_cache(
         options: `CacheConfig` options that override the small defaults.
 
     Raises:
+        ConfigError: `spec` is no `ModelSpec`, or an option does not fit.
         AssertionError: the cache was not clean, see `assert_clean`; or slots were published unwritten.
     """
-    spec = spec or synthetic_spec(PAGE_SIZE)
+    spec = synthetic_spec(PAGE_SIZE) if spec is None else spec
+    if not isinstance(spec, ModelSpec):
+        raise ConfigError(f"spec={spec!r:.200} must be a ModelSpec")
     small: dict[str, Any] = {
         "device_slots": {pool.name: SLOTS for pool in spec.owners},
         "inline": True,
@@ -103,8 +108,17 @@ def run_seeds(
     Args:
         main: the coroutine function, see `run_seeded`. An exception names the seed that replays it.
         seeds: the number of seeds, or the seeds themselves.
+
+    Raises:
+        ConfigError: `seeds` are none: a test that runs nothing would pass.
     """
-    return [run_seeded(seed, main) for seed in (range(seeds) if isinstance(seeds, int) else seeds)]
+    if isinstance(seeds, str) or not isinstance(seeds, Iterable):
+        check_number("seeds", seeds)
+        seeds = range(seeds)
+    results = [run_seeded(seed, main) for seed in seeds]  # they may be endless: until one fails
+    if not results:
+        raise ConfigError(f"seeds={seeds!r}: must be a number above 0, or one seed or more")
+    return results
 
 
 def make_faulty_storage() -> Faulty:
