@@ -332,6 +332,45 @@ async def test_a_page_that_a_request_published_stays_while_it_may_publish_it_aga
         assert cache.verify() == []
 
 
+@pytest.mark.parametrize("spec", SPECS[1:], ids=lambda spec: spec.model)
+async def test_a_lone_request_has_room_for_what_the_tree_has_without_a_state(spec: ModelSpec):
+    """It computes these pages again. Beside the tree's, which it locks, its own left no room for more."""
+    slots = {"kv": 16, "swa": 40, "mamba": 8}
+    async with HybridCache.open(spec, options(spec=spec, device_slots=slots)) as cache:
+        engine, long, other = Engine(cache), list(range(60)), [*range(56), *range(1000, 1008)]
+        await engine.serve(long)
+        async with cache.request(other) as request:
+            await request.load()
+            assert request.hit.tokens == 0
+            await engine.compute(request, 56)  # 14 pages, of which the tree has some
+            await cache.drain()
+            await engine.compute(request, 64)
+        await cache.drain()
+        assert (await engine.serve(other)).by_tier == {Tier.DEVICE: 56}
+
+
+async def test_pages_that_another_request_reads_are_not_handed_over():
+    spec = SPECS[1]
+    slots = {"kv": 24, "swa": 40, "mamba": 8}
+    async with HybridCache.open(spec, options(spec=spec, device_slots=slots)) as cache:
+        engine = Engine(cache)
+        await engine.serve(PROMPT)
+        async with cache.request([*PROMPT, 1]) as reader, cache.request([*PROMPT[:16], *range(48)]) as other:
+            await reader.load()
+            engine.check(reader)
+            pages = reader.pages("kv")
+            await other.load()
+            await engine.compute(other, 16)  # these four pages are duplicates
+            with pytest.raises(CapacityError, match="kv device slots wanted"):
+                other.extend(48 + 16)
+            assert reader.pages("kv") == pages
+            engine.check(reader)
+            assert cache.verify() == []
+            reader.close()
+            other.extend(48 + 16)
+            assert cache.verify() == []
+
+
 async def test_a_snapshot_that_was_published_holds_no_pages_back():
     """A conversation that took one snapshot kept every page of its windows from there on."""
     spec = SPECS[1]

@@ -8,6 +8,7 @@ carry out. `copy_finished` takes the result of a copy. `planner.backup` plans co
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -33,6 +34,7 @@ from asynchicache.tree.node import (
     ABSENT,
     FULL,
     FULL_DEVICE,
+    RESIDENT,
     Keep,
     Node,
     SlotPlace,
@@ -374,8 +376,35 @@ class Planner:
             )
             raise self._short(1, place_of(missing, Tier.DEVICE))
         short = self.inventory.make_room_for_all(counts)
+        if short is not None and self._hand_over_duplicates():
+            short = self.inventory.make_room_for_all(counts)
         if short is not None:
             raise self._short(counts[short], short)
+
+    def _hand_over_duplicates(self) -> bool:
+        """Leave one copy of pages that the tree and a request have on the device; whether that freed any."""
+        requests = [one for one in self.inventory.requests if not (one.void or one.poisoned)]
+        return sum(self._hand_over(one) for one in requests if one.duplicates) > 0
+
+    def _hand_over(self, request: RequestState) -> int:
+        """Give the tree a request's duplicates for its own slots, of nodes that nobody else uses; the number
+        of slots that are free now. The request keeps its table of pages: a forward may be reading them."""
+        inventory, own, below = self.inventory, set(request.duplicates), 0
+        kept = Counter(node for node, place in request.lease.locked if place == FULL_DEVICE)
+        for node in request.lease.node.path():
+            # A lock or a page on the device below it says that others use the slots of the node.
+            if node.locks[FULL_DEVICE] > kept[node] or node.device_children > below:
+                break
+            pages = request.pages[node.end - node.pages : node.end]
+            if node.residency[FULL_DEVICE] == RESIDENT and own.issuperset(pages):
+                slots = node.slots_at(FULL_DEVICE)
+                self._tree.relocate(node, FULL_DEVICE, dict(zip(slots, pages, strict=True)))
+                inventory.give_back(FULL_DEVICE, slots, poisoned=False)
+                own.difference_update(pages)
+            below = 1
+        freed = len(request.duplicates) - len(own)
+        request.duplicates = [slot for slot in request.duplicates if slot in own]
+        return freed
 
     def _short(self, count: int, place: SlotPlace) -> CapacityError:
         free = self.inventory.free[place]

@@ -510,11 +510,13 @@ class UnifiedRadixTree:
         return self._holders[place].get(slot)
 
     def relocate(self, node: Node, place: SlotPlace, moves: Mapping[int, int]) -> None:
-        """The bytes of some slots of a node are in others now, by `moves`. No match sees a difference."""
+        """The bytes of some slots of a node are in others too, by `moves`. No match sees a difference."""
         slots = node.slots_at(place)
-        self._let_go(place, slots)
+        if place in self._holders:
+            self._let_go(place, slots)
         node.slots[place] = self.pack([moves.get(slot, slot) for slot in slots])
-        self._hold(node, place, node.slots_at(place))
+        if place in self._holders:
+            self._hold(node, place, node.slots_at(place))
 
     @property
     def watched_places(self) -> Collection[SlotPlace]:
