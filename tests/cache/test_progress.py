@@ -109,6 +109,43 @@ def test_what_was_shed_is_written_for_who_waits_for_it(seed: int) -> None:
 
 
 @SEEDS
+def test_who_waits_for_room_waits_for_what_durable_keeps(seed: int) -> None:
+    """Between two calls of storage nothing is in flight, and the path is kept all the same."""
+
+    async def durable_while_suspended(cache: HybridCache, first: int, suspended: asyncio.Event) -> bool:
+        async with cache.request(list(range(first, first + 36))) as request:
+            await request.load()
+            await Engine(cache).compute(request, 36)
+            request.suspend(36)
+            suspended.set()
+            return await request.durable()
+
+    async def main(world: SeededWorld) -> None:
+        options = config(device_slots={"kv": 24}, host_slots={"kv": 64})
+        storage = MemoryBackend(MemoryStore())
+        async with world.open_cache(PAGES_ONLY, options, storage=storage) as cache, asyncio.timeout(100):
+            for number in range(30):
+                events = [asyncio.Event(), asyncio.Event()]
+                async with asyncio.TaskGroup() as group:
+                    tasks = [
+                        group.create_task(durable_while_suspended(cache, 1000 * number + 500 * one, event))
+                        for one, event in enumerate(events)
+                    ]
+                    for event in events:
+                        await event.wait()
+                    for _ in range(number):
+                        await asyncio.sleep(0)
+                    long = 10**7 + 1000 * number
+                    async with cache.request(list(range(long, long + 80))) as request:
+                        await request.load()
+                        await request.reserve(80)  # 20 of 24 pages; those two keep 18 for a while
+                assert [task.result() for task in tasks] == [True, True]
+                await cache.flush()
+
+    run_seeded(seed, main)
+
+
+@SEEDS
 def test_a_drain_waits_for_what_was_published_before_it(seed: int) -> None:
     async def main(world: SeededWorld) -> None:
         async with traffic(world, 3) as (cache, _):
