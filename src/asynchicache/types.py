@@ -80,7 +80,7 @@ class MissReason(Enum):
     COLD = "cold"  # this prefix was never computed, or is no longer cached
     STATE = "state"  # attention pages reach further than any recurrent state
     WINDOW = "window"  # attention pages reach further than the sliding window's pages
-    HOST_CAPACITY = "host_capacity"  # no host slots for pages in storage, or to keep others until they came
+    HOST_CAPACITY = "host_capacity"  # no host slots for pages in storage
     DEVICE_CAPACITY = "device_capacity"  # no device slots for pages on the host
     DEADLINE = "deadline"  # storage did not deliver in time
     STORAGE_FAILED = "storage_failed"  # storage failed or refused

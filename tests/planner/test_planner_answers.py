@@ -141,20 +141,6 @@ def test_advice_is_about_what_cut_the_hit(reason: MissReason, advice: str) -> No
     assert sim.planner.reason(request) is MissReason.STATE, "it did not cut what is there now"
 
 
-def test_what_memory_evicted_since_storage_was_asked_was_not_cold() -> None:
-    """Storage was asked for what stands behind these pages, and had it; of the pages, it was not asked."""
-    sim = simulation(states=False)
-    served(sim, SYSTEM)
-    request = asked(sim, [*SYSTEM, 9, 10, 11])
-    request.stored_full_pages, request.stored_behind = 5, request.match.full_pages
-    assert sim.planner.reason(request) is MissReason.COLD
-    sim.planner.rest(request)
-    sim.planner.inventory.evict(FULL_DEVICE, 64, dirty=True)
-    sim.planner.inventory.evict(FULL_HOST, 64, dirty=True)
-    sim.planner.rematch(request)
-    assert sim.planner.reason(request) is MissReason.HOST_CAPACITY
-
-
 def test_where_nothing_is_held_back_windows_ask_for_no_cut() -> None:
     sim = simulation(states=False, window=2)
     served(sim, SYSTEM)

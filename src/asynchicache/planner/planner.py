@@ -274,7 +274,7 @@ class Planner:
             return request.reason
         held = request.held_back_by
         if held is None:
-            return MissReason.HOST_CAPACITY if request.lost_since_asked else MissReason.COLD
+            return MissReason.COLD
         return MissReason.STATE if held.component_id in self._states else MissReason.WINDOW
 
     def held_back_by(self, request: RequestState) -> str:

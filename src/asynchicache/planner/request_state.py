@@ -202,14 +202,9 @@ class RequestState:
         return HeldBack(self.stored_held_back, dropped=False)
 
     @property
-    def lost_since_asked(self) -> bool:
-        """Whether memory has lost full pages that it had when storage was asked for those behind them."""
-        return self.match.full_pages < self.stored_behind
-
-    @property
     def _stored_reach(self) -> int:
         """How far full pages reach with those in storage; 0 if memory lacks those before."""
-        return 0 if self.lost_since_asked else self.stored_full_pages
+        return self.stored_full_pages if self.match.full_pages >= self.stored_behind else 0
 
     def runs_on(self, stream: Stream) -> None:
         """Record a stream that runs forwards of the request: its slots are freed only after their end."""

@@ -439,9 +439,7 @@ class HitOracle(Observer):
         memory = in_memory(self._tree, case.tokens, case.seed, case.limit)
         self._seen(case, memory[FULL], memory)
         now = memory[FULL]
-        if case.began and _run(now) < case.remembered:
-            case.allowed.add(MissReason.HOST_CAPACITY)  # storage was asked for what stands behind these only
-        if case.told:
+        if case.told and _run(now) >= case.remembered:  # else it was asked for what stands behind these only
             now = _either(now, self._in_storage(list(case.digests))[FULL])
         case.reached = min(case.reached, _run(now))  # memory may have lost it while it waited for room
         yield
