@@ -16,7 +16,7 @@ from asynchicache.controller.presence_queries import PresenceQueries
 from asynchicache.controller.storage_pools import SLICE_PAGES, AttachedStorage, Presence, StoragePools, linger
 from asynchicache.controller.write_budget import WriteBudget
 from asynchicache.errors import UsageError
-from asynchicache.hashing import PlacedPage, placed_pages
+from asynchicache.hashing import placed_pages
 from asynchicache.planner.actions import StorageWrite
 from asynchicache.planner.planner import Planner
 from asynchicache.planner.promises import PromisedPrefix
@@ -138,17 +138,18 @@ class StorageWriter:
         uses = self._backups.pages_to_touch(used)
         self._pause = max(_LEAST_PAUSE, sum(map(len, uses.values())) / _USES_A_SECOND)
         await self._storage.touch(uses)
-        beginnings = self._backups.beginnings(node for node, by_request in used.items() if by_request)
-        if beginnings and not self._executor.stopped:
-            self._executor.call(self._look_at(beginnings))
+        ends = [node for node, by_request in used.items() if by_request]
+        if ends and not self._executor.stopped:
+            self._executor.call(self._look_at(ends))
 
-    async def _look_at(self, beginnings: Mapping[PlacedPage, Sequence[Node]]) -> None:
+    async def _look_at(self, ends: Sequence[Node]) -> None:
         """Rewrite used paths of which storage has not even the beginning any more."""
+        beginnings = self._backups.beginnings(ends)  # now: some may have been evicted since they were used
         found = await self._storage.exists(FULL, list(beginnings), fresh=True)
         if found.reason is not MissReason.NONE or self._executor.stopped:
             return
-        for ends, there in zip(beginnings.values(), found.flags, strict=True):
-            for end in () if there else ends:
+        for nodes, there in zip(beginnings.values(), found.flags, strict=True):
+            for end in () if there else nodes:
                 self.write_lost(end)
 
     def forget_uses(self) -> None:

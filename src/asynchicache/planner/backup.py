@@ -426,7 +426,9 @@ class BackupPlanner:
         found, storing = dict[PlacedPage, list[Node]](), self.storing()
         for end in ends:
             top = next((node for node in end.path() if node.end == node.pages), None)
-            if top is not None and top.stored >> FULL & 1 and top not in storing:
+            if top is None or top in storing or not self._tree.is_current(top):
+                continue
+            if top.stored >> FULL & 1:
                 found.setdefault(self._tree.placed(top)[0], []).append(end)
         return found
 
