@@ -52,7 +52,7 @@ from asynchicache.storage.protocol import StorageBackend
 from asynchicache.streams.base import Device, Stream
 from asynchicache.transfer.remote import RemoteCopies
 from asynchicache.tree.outline import PrefixOutline, outline
-from asynchicache.types import Hit, key_array, token_array
+from asynchicache.types import Hit, check_number, key_array, token_array
 
 _log = logging.getLogger(__name__)
 
@@ -561,7 +561,13 @@ class BaseCache(Generic[RequestKind]):
         """The cached prefixes that are continued most often, parents before children. No tokens are named.
 
         Looks at the top of the tree only, so its cost is bounded.
+
+        Raises:
+            ConfigError: `limit` is negative, or no integer.
         """
+        check_number("limit", limit)
+        if limit < 0:
+            raise ConfigError(f"limit {limit} of prefixes must be 0 or more")
         return outline(self._parts.planner.inventory.tree.roots.values(), limit)
 
     def inspect(self) -> Inspection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from operator import index
@@ -232,16 +233,20 @@ def check_number(name: str, value: object) -> None:
         raise ConfigError(f"{name} {value!r} must be a whole number")
 
 
-def as_count(what: str, value: SupportsIndex) -> int:
+def as_count(what: str, value: SupportsIndex, name: str = "") -> int:
     """A number of tokens as an `int`; accepts integers of numpy and torch.
 
+    Args:
+        what: the operation, for the message.
+        name: `argument=`, of one that is given by name.
+
     Raises:
-        RequestStateError: it is not an integer; names `what`, the operation.
+        RequestStateError: it is not an integer, or a bool.
     """
-    try:
-        return index(value)
-    except TypeError:
-        raise RequestStateError(f"{what}({value!r}): a whole number of tokens") from None
+    with suppress(TypeError):
+        if not isinstance(value, bool):
+            return index(value)
+    raise RequestStateError(f"{what}({name}{value!r}): a whole number of tokens")
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ async def test_tensors_that_there_are_not_are_named(pool: str, tensor: str, smal
             cache.device_tensor(pool, tensor)
 
 
-@pytest.mark.parametrize("tokens", [4.0, 1.5, "4", None])
+@pytest.mark.parametrize("tokens", [4.0, 1.5, "4", None, True])
 async def test_numbers_of_tokens_are_whole(tokens: object, small_cache: OpenSmallCache):
     async with small_cache(SPEC) as cache, cache.request(PROMPT) as request:
         await request.load()
@@ -114,6 +114,24 @@ async def test_numbers_of_other_libraries_are_numbers(small_cache: OpenSmallCach
         request.extend(np.int64(4))
         assert type(request.reserved) is int
         await request.checkpoint(torch.tensor(4))
+
+
+@pytest.mark.parametrize("tokens", [1.5, "3", None, True])
+async def test_numbers_of_tokens_by_name_are_said_by_name(tokens: object, small_cache: OpenSmallCache):
+    async with small_cache(SPEC) as cache, cache.request(PROMPT) as request:
+        with pytest.raises(RequestStateError, match=rf"prefetch\(until={tokens!r}\): a whole number"):
+            await request.prefetch(until=tokens)
+        if tokens is not None:
+            with pytest.raises(RequestStateError, match=rf"computed\(context={tokens!r}\): a whole number"):
+                request.computed(4, 1.0, context=tokens)
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5, True, "a"])
+async def test_limits_of_prefixes_are_whole(limit: object, small_cache: OpenSmallCache):
+    async with small_cache(SPEC) as cache:
+        with pytest.raises(ConfigError, match="limit"):
+            cache.prefixes(limit=limit)
+        assert cache.prefixes(limit=0) == []
 
 
 @pytest.mark.parametrize("limit", [0, 1.5, True, "many"])

@@ -209,6 +209,12 @@ def test_an_option_gives_the_same_or_is_refused_by_name(
     assert_equal(ours, plain(name, options))
 
 
+def test_a_cache_of_none_says_nothing(cached: tuple[str, CachedGenerate]) -> None:
+    name, model = cached
+    options = {"max_new_tokens": NEW, "do_sample": False, "past_key_values": None}
+    assert_equal(run(model.generate, options), plain(name, options))
+
+
 REFUSED = {"num_beams": 2, "output_attentions": True, "output_hidden_states": True, "use_cache": False}
 
 

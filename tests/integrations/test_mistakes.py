@@ -346,6 +346,9 @@ async def test_a_generation_is_read_by_async_for() -> None:
         ({"sampling": {"temperature": 1}}, "pass Sampling(...)"),
         ({"hint": {"over": True}}, "pass CacheHint(...)"),
         ({"traceparent": 5}, "the W3C header"),
+        ({"constraint": 5}, "pass an object with `allow` and `take`"),
+        ({"durable": "x"}, "durable 'x' is a str: pass True or False"),
+        ({"prompt_logprobs": 1, "logprobs": 0}, "prompt_logprobs 1 is a int: pass True or False"),
     ],
 )
 async def test_an_option_of_a_generation(options: dict[str, Any], cure: str) -> None:

@@ -111,6 +111,13 @@ def test_host_slots_are_padded_and_have_a_header():
     assert slot_cost(KV, 16, host=True) == 2 * ALIGNMENT
 
 
+def test_slots_that_leave_nothing_for_the_others_are_what_is_to_be_lowered():
+    with pytest.raises(CapacityError, match=r"the device pools need \d+ bytes .*: lower device_slots$"):
+        plan_slots(SPEC, SizeOptions(device_slots={"kv": 10**15}), PLENTY)
+    with pytest.raises(CapacityError, match="raise device_bytes"):
+        plan_slots(SPEC, SizeOptions(device_slots={"kv": 100}, device_bytes=1), PLENTY)
+
+
 def test_too_much_says_how_much_is_needed():
     options = SizeOptions(device_slots={"kv": 1 << 20, "mamba": 1})
 

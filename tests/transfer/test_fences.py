@@ -90,6 +90,8 @@ async def test_graph_fences_are_armed_with_what_is_submitted(open_rig, operation
             fences.arm(ticket)
         with pytest.raises(UsageError, match="layer 6 is not within 0 to 5"):
             fences.wait_on(6, compute)
+        with pytest.raises(UsageError, match="layer '0' is not within 0 to 5"):
+            fences.wait_on("0", compute)
 
 
 # Threads of serving engines.

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
@@ -219,9 +220,14 @@ async def test_layers_that_are_not_there_or_need_nothing(open_rig, operation: Bu
         nothing = rig.transfers.submit(operation(Direction.LOAD), done=rig.done)
         assert at_once(nothing.submitted(5))
         assert nothing.host_fence(5).wait_on(rig.device.stream("compute"))
-        for layer in (-1, 6):
-            with pytest.raises(UsageError, match=f"layer {layer} is not within 0 to 5"):
-                await nothing.submitted(layer)
+        for layer in (-1, 6, "0", 1.5, True):
+            for verb in (nothing.submitted, nothing.layer):
+                with pytest.raises(UsageError, match=f"layer {layer!r} is not within 0 to 5"):
+                    await verb(layer)  # type: ignore[arg-type]
+            for fence in (nothing.fence, nothing.host_fence):
+                with pytest.raises(UsageError, match=f"layer {layer!r} is not within 0 to 5"):
+                    fence(layer)  # type: ignore[operator]
+        assert nothing.fence(np.int64(5)) is not None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("driver", ["inline", "seeded"])

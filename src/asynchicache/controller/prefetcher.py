@@ -200,7 +200,8 @@ class Prefetcher:
         Raises:
             UsageError: one of them is no number of 0 or more.
         """
-        tokens, most = as_count("prefetch", until), self._options.max_seconds if seconds is None else seconds
+        tokens = as_count("prefetch", until, "until=")
+        most = self._options.max_seconds if seconds is None else seconds
         if isinstance(most, bool) or not isinstance(most, int | float) or not most >= 0:
             raise UsageError(f"prefetch(seconds={seconds!r}): 0 or more")
         if tokens < 0:

@@ -387,7 +387,7 @@ class BaseRequest:
             ConfigError: a number is negative, or nothing was computed.
         """
         tokens = as_count("computed", tokens)
-        before = self.hit.tokens if context is None else as_count("computed", context)
+        before = self.hit.tokens if context is None else as_count("computed", context, "context=")
         self._parts.costs.computed(tokens, before, seconds)
 
     @property

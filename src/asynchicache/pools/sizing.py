@@ -130,6 +130,8 @@ def _device_slots(spec: ModelSpec, options: SizeOptions, memory: FreeMemory) -> 
         named = _total(spec, slots, host=False)
         budget = options.device_bytes
         if budget is None:
+            if named > memory.device:  # nothing is left for the others, and nobody set `device_bytes`
+                raise _too_much("device", named, memory.device, "device_slots")
             budget = int(memory.device * _AUTO_DEVICE_SHARE)
         slots |= _divide(spec, rest, budget - named, pages_per_state(spec, options.tokens_per_state))
     chosen = {pool.name: slots[pool.name] for pool in spec.owners}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from asynchicache.errors import UsageError
 from asynchicache.streams.base import Device, Stream
-from asynchicache.transfer.ticket import Ticket
+from asynchicache.transfer.ticket import Ticket, check_layer
 
 
 class GraphFences:
@@ -42,8 +41,7 @@ class GraphFences:
         Raises:
             UsageError: the model has no such layer.
         """
-        if not 0 <= layer < len(self._events):
-            raise UsageError(f"layer {layer} is not within 0 to {len(self._events) - 1}")
+        check_layer(layer, len(self._events))
         stream.wait_event(self._events[layer])
         self._captured.add(stream)
 

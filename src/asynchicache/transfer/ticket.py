@@ -152,13 +152,22 @@ class Ticket(msgspec.Struct, eq=False, weakref=True):
         return self._layers - 1
 
     def _check(self, layer: int) -> None:
-        if not 0 <= layer < self._layers:
-            raise UsageError(f"layer {layer} is not within 0 to {self._layers - 1}")
+        check_layer(layer, self._layers)
 
     def __repr__(self) -> str:
         transfers = self._submission.transfers
         state = "pending" if transfers is None else "done" if self.done else "in flight"
         return f"<Ticket {state}, ok={self.ok}, {len(transfers or ())} transfers>"
+
+
+def check_layer(layer: int, layers: int) -> None:
+    """
+    Raises:
+        UsageError: it is no number of one of `layers` layers.
+    """
+    number = layer if hasattr(layer, "__index__") and not isinstance(layer, bool) else -1
+    if not 0 <= number < layers:
+        raise UsageError(f"layer {layer!r} is not within 0 to {layers - 1}")
 
 
 def _failed(what: str, error: BaseException | None) -> TransferError:

@@ -94,7 +94,8 @@ def check_generates(model: PreTrainedModel) -> None:
 
 
 def checked_ids(model: PreTrainedModel, inputs: torch.Tensor | None, options: dict[str, Any]) -> torch.Tensor:
-    """Check the options, and return the prompt's ids `[1, length]`; removes ids and mask from `options`.
+    """Check the options, and return the prompt's ids `[1, length]`; removes ids, mask and
+    cache from `options`.
 
     Raises:
         UsageError, InvalidTokensError: invalid ids, or an option that is not served; names it.
@@ -116,6 +117,7 @@ def checked_ids(model: PreTrainedModel, inputs: torch.Tensor | None, options: di
         raise UsageError("attention_mask hides tokens; prefixes have no padding: leave it out")
     _check_arguments(options)
     _check_fields(dict(_fields(model, options)))
+    options.pop("past_key_values", None)  # None, which says nothing: the cache gives it
     return ids
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -18,6 +18,7 @@ from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.types import MissReason, Tier
 
 
+@runtime_checkable
 class TokenConstraint(Protocol):
     """What an output may be, token by token. Used on the model's thread."""
 

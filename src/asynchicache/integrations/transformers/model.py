@@ -216,6 +216,10 @@ class PrefixCachedModel:
         self._check_open()
         check_kind("sampling", sampling, Sampling, "pass Sampling(...)")
         check_kind("hint", hint, CacheHint, "pass CacheHint(...)")
+        check_kind("durable", durable, bool, "pass True or False")
+        check_kind("prompt_logprobs", prompt_logprobs, bool, "pass True or False")
+        if constraint is not None:
+            check_kind("constraint", constraint, TokenConstraint, "pass an object with `allow` and `take`")
         check_scores(logprobs, self._vocabulary, prompt=prompt_logprobs)
         ends = self._ends if stop_token_ids is None else stop_token_ids
         rule = StopRule(max_new_tokens, ends, stop, self._tokenizer, self._vocabulary)
