@@ -23,7 +23,7 @@ from asynchicache.hashing import pool_fingerprint
 from asynchicache.kernels.select import compile_kernels
 from asynchicache.layouts import HostLayout, SlotLayout
 from asynchicache.planner.planner import Planner
-from asynchicache.pools.balance import find_few_slots, find_undersized_pools
+from asynchicache.pools.balance import find_few_slots, find_undersized_pools, find_unstorable
 from asynchicache.pools.device import DevicePages, DevicePool
 from asynchicache.pools.engine import EngineMemory
 from asynchicache.pools.extents import ExtentPlan
@@ -564,6 +564,8 @@ async def attach_storage(
     """Open the configured storage, or use the given one, which the caller closes; with all pools that have
     host slots. `without`: as of `open_storage`."""
     config.check_storage()
+    if words := find_unstorable(spec, {name: pool.slots for name, pool in hosts.items()}):
+        _log.warning("%s", words)
     bindings = [
         SlotBinding(host, *_identity(spec, name, config), depends_on=spec.depends_on(name))
         for name, host in hosts.items()

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from asynchicache import CacheConfig, HybridCache
+from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.pools.balance import UndersizedPool, advise_split, find_few_slots, find_undersized_pools
 from asynchicache.pools.sizing import FreeMemory, SizeOptions, plan_slots
 from asynchicache.specs import ModelSpec, PoolSpec, TensorSpec
@@ -138,3 +139,38 @@ async def test_opening_warns(caplog: pytest.LogCaptureFixture):
     (record,) = caplog.records
     assert "pool 'mamba' can serve about 2,048 tokens with 2 slots, 'kv' 12,800" in record.message
     assert "Raise host_slots['mamba'] to 13" in record.message
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("sizes", "pools"),
+    [
+        ({"host_ratio": 0}, ["kv", "mamba"]),
+        ({"host_slots": {"kv": 0}}, ["kv"]),
+        ({"host_slots": {"mamba": 0}}, ["mamba"]),
+        ({}, []),
+    ],
+)
+async def test_storage_that_can_never_be_used_is_said_at_opening_and_at_attaching(
+    sizes: dict[str, object], pools: list[str], caplog: pytest.LogCaptureFixture
+):
+    spec = ModelSpec("m", 64, 3, (KV, STATE))
+    config = CacheConfig(device_slots={"kv": 8, "mamba": 8}, weight_version="1", **sizes)
+
+    def said() -> list[str]:
+        found = [record.message for record in caplog.records if "storage will never" in record.message]
+        caplog.clear()
+        return found
+
+    with caplog.at_level(logging.WARNING, logger="asynchicache"):
+        async with HybridCache.open(spec, config) as cache:
+            assert said() == []
+            await cache.attach_storage("memory")
+            attached = said()
+        async with HybridCache.open(spec, config, storage=MemoryBackend(MemoryStore())):
+            opened = said()
+
+    assert attached == opened
+    assert [words.partition("pools ")[2].partition(" have")[0] for words in opened] == (
+        [f"{pools}"] if pools else []
+    )

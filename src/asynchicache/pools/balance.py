@@ -91,6 +91,22 @@ def find_few_slots(spec: ModelSpec, options: SizeOptions, device: Mapping[str, i
     return found
 
 
+def find_unstorable(spec: ModelSpec, host: Mapping[str, int]) -> str | None:
+    """What to say if storage can never be used: its pages come and go through host slots of every pool.
+
+    Args:
+        host: host slots by pool.
+    """
+    lacking = [pool.name for pool in spec.owners if not host.get(pool.name)]
+    if not lacking:
+        return None
+    raised = " and ".join(f"host_slots[{name!r}]" for name in lacking)
+    return (
+        f"storage will never be used: pools {lacking} have no host slots, through which their pages come and "
+        f"go, and a hit needs every pool. Raise {raised}, or host_ratio"
+    )
+
+
 def advise_split(
     spec: ModelSpec,
     slots: Mapping[str, tuple[int, int]],
