@@ -12,8 +12,9 @@ import torch
 from asynchicache.cache import Hit
 from asynchicache.errors import UsageError
 from asynchicache.integrations.transformers.sampling import Sampler, Sampling
-from asynchicache.integrations.transformers.scores import TokenScore, token_scores
+from asynchicache.integrations.transformers.scores import TokenScore, check_scores, token_scores
 from asynchicache.integrations.transformers.stopping import FinishReason, StopRule
+from asynchicache.options import check_kind
 from asynchicache.planner.hints import NO_HINT, CacheHint
 from asynchicache.types import MissReason, Tier
 
@@ -49,6 +50,18 @@ class OutputOptions(NamedTuple):
     prompt_logprobs: bool = False
     constraint: TokenConstraint | None = None
     handover: Handover = ALONE
+
+    def check(self, vocabulary: int) -> None:
+        """
+        Raises:
+            UsageError: one of them is none; `until` and `seconds` are for `Request.prefetch` to check.
+        """
+        check_kind("durable", self.handover.durable, bool, "pass True or False")
+        check_kind("prompt_logprobs", self.prompt_logprobs, bool, "pass True or False")
+        if self.constraint is not None:
+            cure = "pass an object with `allow` and `take`"
+            check_kind("constraint", self.constraint, TokenConstraint, cure)
+        check_scores(self.logprobs, vocabulary, prompt=self.prompt_logprobs)
 
 
 PLAIN = OutputOptions()

@@ -38,7 +38,6 @@ from asynchicache.integrations.transformers.prefill_runner import (
     open_prefill_runner,
 )
 from asynchicache.integrations.transformers.sampling import GREEDY, Sampling
-from asynchicache.integrations.transformers.scores import check_scores
 from asynchicache.integrations.transformers.sharing import PromptSharing
 from asynchicache.integrations.transformers.stopping import StopRule, end_tokens
 from asynchicache.integrations.transformers.weights import base_model
@@ -216,18 +215,14 @@ class PrefixCachedModel:
         self._check_open()
         check_kind("sampling", sampling, Sampling, "pass Sampling(...)")
         check_kind("hint", hint, CacheHint, "pass CacheHint(...)")
-        check_kind("durable", durable, bool, "pass True or False")
-        check_kind("prompt_logprobs", prompt_logprobs, bool, "pass True or False")
-        if constraint is not None:
-            check_kind("constraint", constraint, TokenConstraint, "pass an object with `allow` and `take`")
-        check_scores(logprobs, self._vocabulary, prompt=prompt_logprobs)
+        more = OutputOptions(logprobs, prompt_logprobs, constraint, Handover(until, seconds, durable))
+        more.check(self._vocabulary)
         ends = self._ends if stop_token_ids is None else stop_token_ids
         rule = StopRule(max_new_tokens, ends, stop, self._tokenizer, self._vocabulary)
         prompt = known_tokens(tokens, self._vocabulary)[:]
         self._check_steady(len(prompt), max_new_tokens)
         if self._invitations is not None and not hint.repeats:
             hint = replace(hint, repeats=self._invitations.repeated(prompt))
-        more = OutputOptions(logprobs, prompt_logprobs, constraint, Handover(until, seconds, durable))
         job = GenerationJob(
             prompt, sampling, rule, more, namespace=namespace, salt=salt, traceparent=traceparent, hint=hint
         )
