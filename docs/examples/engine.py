@@ -131,6 +131,7 @@ class Engine:
                 return False
             token = await asyncio.to_thread(self.model.prefill, row.request, row.done, end)
             row.done = end
+            row.request.written(self, end, states=True)  # from now on, no other length has this state
             await row.request.checkpoint(end)  # a state exists only where a forward ends
         self.take(row, token)
         return True
@@ -155,6 +156,7 @@ class Engine:
         for row, token in zip(batch, chosen, strict=True):
             with self.ending_only(row):
                 row.done += 1
+                row.request.written(self, row.done, states=True)
                 if row.done % self.page == 0:
                     await row.request.snapshot(row.done)  # where the next turn, or a preempted row, goes on
                 self.take(row, token)
