@@ -6,18 +6,21 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from asynchicache import HybridCache, ModelSpec, Request
 from asynchicache.backends.file.segments import SegmentShape
-from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.backends.memory import MemoryBackend, MemoryEngine, MemoryStore
 from asynchicache.controller import storage_writer
 from asynchicache.controller.digests import DIGESTS_A_TURN
 from asynchicache.hashing import ObjectKey
 from asynchicache.layouts import HostLayout, SlotLayout
+from asynchicache.storage.chain import ChainStage, StagePolicy, StorageChain
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache.testing.specs import synthetic_spec
@@ -555,6 +558,101 @@ def test_a_match_finds_that_storage_was_emptied() -> None:
 
     for seed in range(5):
         run_seeded(seed, main)
+
+
+def a_chain(world: SeededWorld, *stores: MemoryStore, durable: Sequence[bool | None]) -> StorageChain:
+    """Stages that all get every page."""
+    stages = [
+        ChainStage(f"s{number}", partial(MemoryBackend, store), StagePolicy(durable=promises))
+        for number, (store, promises) in enumerate(zip(stores, durable, strict=True))
+    ]
+    return StorageChain(stages, world.port)
+
+
+@pytest.mark.parametrize("found", ["by a match", "by a longer one", "by sync"])
+@pytest.mark.parametrize(("durable", "which"), [((True, False), 1), ((None, None), 1), ((None, None), 0)])
+def test_a_stage_that_forgot_everything_gets_it_again(
+    monkeypatch: pytest.MonkeyPatch, durable: tuple[bool | None, bool | None], which: int, found: str
+) -> None:
+    """FLUSHALL of a Redis behind a file store, which answers every read."""
+    labels = list[MemoryStore]()
+
+    async def label(engine: MemoryEngine, _: bytes) -> None:
+        labels.append(engine._store)
+
+    monkeypatch.setattr(MemoryEngine, "label", label, raising=False)
+
+    async def main(world: SeededWorld) -> None:
+        stores = MemoryStore(1 << 20), MemoryStore(1 << 20)
+        chain = a_chain(world, *stores, durable=durable)
+        async with world.open_cache(SPEC, config(**ROOMY), storage=chain) as cache:
+            await Engine(cache).serve(PROMPT)
+            await cache.drain()
+            before = emptied(stores[which])
+            labels.clear()
+            if found == "by sync":
+                assert await cache.sync()
+            else:
+                await restored(cache, PROMPT + [3] * 8 * (found == "by a longer one"))
+                await asyncio.sleep(5.0)
+            await cache.drain()
+            assert before <= set(stores[0])
+            assert before <= set(stores[1])
+            assert stores[which] in labels
+            assert cache.verify() == []
+
+    for seed in range(3):
+        run_seeded(seed, main)
+
+
+def test_a_promise_holds_while_a_stage_without_one_has_lost_all() -> None:
+    async def main(world: SeededWorld) -> None:
+        stores = MemoryStore(), MemoryStore()
+        chain = a_chain(world, *stores, durable=(True, False))
+        async with world.open_cache(SPEC, config(**ROOMY), storage=chain) as cache:
+            async with cache.request(PROMPT) as request:
+                await request.load()
+                await Engine(cache).compute(request, len(PROMPT))
+                assert await request.durable()
+                emptied(stores[1])
+                sent = cache.statistics().traffic.stored
+                assert await request.durable()
+                assert cache.statistics().traffic.stored == sent
+            assert not set(stores[1])
+
+    run_seeded(0, main)
+
+
+@pytest.mark.parametrize("near_keeps", [True, False])
+def test_a_stage_that_keeps_nothing_is_sent_the_same_once_per_use(near_keeps: bool) -> None:
+    async def main(world: SeededWorld) -> None:
+        drops = Faulty(MemoryBackend(MemoryStore(1 << 20)), FaultRates(drop=1.0), world.random)
+        keeps = MemoryBackend(MemoryStore(1 << 20))
+        near, far = (keeps, drops) if near_keeps else (drops, keeps)
+        stages = [
+            ChainStage("near", lambda: near, StagePolicy(durable=near_keeps)),
+            ChainStage("far", lambda: far, StagePolicy(durable=not near_keeps)),
+        ]
+        async with world.open_cache(SPEC, config(**ROOMY), storage=StorageChain(stages, world.port)) as cache:
+            await Engine(cache).serve(PROMPT)
+            await asyncio.sleep(10.0)
+            await cache.drain()
+            sent = [cache.statistics().traffic.stored]
+            for _ in range(3):
+                await restored(cache, PROMPT)
+                await asyncio.sleep(10.0)
+                await cache.drain()
+                sent.append(cache.statistics().traffic.stored)
+                await asyncio.sleep(100.0)
+                await cache.drain()
+                assert cache.statistics().traffic.stored == sent[-1]
+            assert await cache.sync()
+            again = {after - before for before, after in pairwise(sent)}
+            assert again == ({sent[0]} if near_keeps else {0}), (
+                "what a nearer one evicts is read from the next"
+            )
+
+    run_seeded(0, main)
 
 
 def test_a_storage_that_keeps_nothing_is_not_sent_the_same_for_ever() -> None:

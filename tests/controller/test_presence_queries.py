@@ -21,10 +21,14 @@ class Store:
         self.reason = MissReason.NONE
         self.gate = asyncio.Event()
         self.asked: list[tuple[int, list[bytes], bool]] = []
+        self.everywhere: list[bool] = []
 
-    async def exists(self, number: int, pages: Sequence[PlacedPage], *, fresh: bool = False) -> Presence:
+    async def exists(
+        self, number: int, pages: Sequence[PlacedPage], *, fresh: bool = False, everywhere: bool = False
+    ) -> Presence:
         digests = [page.digest for page in pages]
         self.asked.append((number, digests, fresh))
+        self.everywhere.append(everywhere)
         self.placed = list(pages)
         reason = self.reason
         await self.gate.wait()
@@ -189,6 +193,22 @@ async def test_a_fresh_question_is_answered_by_fresh_ones_alone_and_answers_all(
     assert (await both).flags == b"\0\1\0\1\0"
     assert (await other).flags == b"\0\1\0"
     assert store.asked == [(0, digests[:3], False), (0, digests[1:5], True)]
+
+
+@pytest.mark.asyncio
+async def test_a_question_everywhere_is_shared_with_its_kind_alone() -> None:
+    digests = path("a")
+    store = Store(digests[1])
+    questions = PresenceQueries(store, Calls())
+    answered = list[PresenceQuery]()
+    with questions.listen(digests, answered):
+        everywhere = [await ask(questions, 0, digests, range(3), everywhere=True) for _ in range(2)]
+        fresh = await ask(questions, 0, digests, range(3), fresh=True)
+        store.gate.set()
+        assert [(await one).flags for one in (*everywhere, fresh)] == [b"\0\1\0"] * 3
+        assert store.everywhere == [True, False]
+        await questions.ask(0, digests, range(3), answered=[one for one in answered if one.everywhere])
+    assert store.everywhere == [True, False, False]
 
 
 @pytest.mark.asyncio

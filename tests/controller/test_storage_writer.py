@@ -63,9 +63,11 @@ class Storage:
         outcomes = self.outcomes or [[Outcome.STORED] * len(slots) for _, slots in work.pages.values()]
         return [BatchResult(some, self.lingering if Outcome.TIMEOUT in some else None) for some in outcomes]
 
-    async def exists(self, number: int, pages: Sequence[PlacedPage], *, fresh: bool = False) -> Presence:
+    async def exists(
+        self, number: int, pages: Sequence[PlacedPage], *, fresh: bool = False, everywhere: bool = False
+    ) -> Presence:
         some = [page.digest for page in pages]
-        self.asked.append((number, some, fresh))
+        self.asked.append((number, some, fresh or everywhere))
         if self.gate is not None:
             await self.gate.wait()
         return Presence(bytes(digest not in self.lost for digest in some), self.reason)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 import pytest
 from transformers import LlamaConfig
 
@@ -9,6 +12,8 @@ from asynchicache import CacheConfig, HybridCache, ModelSpec
 from asynchicache.backends.memory import MemoryBackend, MemoryStore
 from asynchicache.errors import RankError, UsageError
 from asynchicache.ranks.group import RankGroup
+from asynchicache.storage.chain import ChainStage, StagePolicy, StorageChain
+from asynchicache.storage.protocol import StorageBackend
 from asynchicache.testing.seeded import SeededWorld, run_seeded
 from asynchicache_lab.ranks.chaos import LIMITS, PAGE
 from asynchicache_lab.ranks.group import openings, seeded_group
@@ -55,6 +60,36 @@ def test_each_rank_keeps_its_part_of_the_heads() -> None:
     pages = len(PROMPT) // PAGE
     assert len(store) == 2 * pages, "each rank stored its part"
     assert hits(1, store) == [20, 24], "and a restart finds both; the last page is left to compute"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("found", ["by sync", "by a match"])
+def test_what_a_stage_behind_that_of_a_rank_has_lost_comes_back(rank: int, found: str) -> None:
+    async def main(world: SeededWorld) -> None:
+        stores = [[MemoryStore(1 << 20), MemoryStore(1 << 20)] for _ in range(2)]
+        chains: list[StorageBackend] = []
+        for near, far in stores:
+            first = ChainStage("near", partial(MemoryBackend, near), StagePolicy(durable=True))
+            second = ChainStage("far", partial(MemoryBackend, far), StagePolicy(durable=False))
+            chains.append(StorageChain([first, second], world.port))
+        specs = [MODEL.shard(tp=(number, 2)) for number in range(2)]
+        async with seeded_group(world, openings(world, specs, CONFIG, chains)) as mirror:
+            await mirror.serve(PROMPT, durable=True)
+            far = stores[rank][1]
+            before = set(far)
+            for key in before:
+                far.drop(key)
+            if found == "by sync":
+                assert await mirror.cache.sync()
+            else:
+                await mirror.serve([*PROMPT, 1, 2])
+                await asyncio.sleep(5.0)
+            await mirror.cache.drain()
+            assert before
+            assert before <= set(far)
+            assert mirror.violations == []
+
+    run_seeded(0, main)
 
 
 def test_a_group_of_one_is_refused() -> None:

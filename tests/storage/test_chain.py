@@ -388,6 +388,73 @@ async def test_a_promise_is_what_its_stages_have(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("durable", "lost", "found"),
+    [
+        ((None, None), None, [HIT, HIT]),
+        ((None, None), 1, [MISS, MISS]),
+        ((True, False), 0, [MISS, MISS]),
+        ((True, False), 1, [HIT, MISS]),  # nothing is read from it that a nearer one has
+        ((False, True), 0, [HIT, HIT]),  # reads bring it back
+        ((False, True, False), 0, [HIT, HIT]),
+        ((False, True, False), 2, [HIT, MISS]),
+    ],
+)
+async def test_who_asks_everywhere_hears_what_a_stage_behind_the_promise_has_lost(
+    durable: tuple[bool | None, ...], lost: int | None, found: list[Outcome]
+) -> None:
+    async with chained(*(StagePolicy(durable=one) for one in durable)) as s:
+        await s.put(1, 2)
+        if lost is not None:
+            s.stores[lost].drop(s.keys(2)[0])
+        answers = [
+            (await s.pool.exists(s.keys(1, 2), fresh=True)).outcomes,
+            (await s.pool.exists(s.keys(1, 2), everywhere=True)).outcomes,
+        ]
+        assert answers == [[HIT, one] for one in found]
+        assert (await s.pool.exists([], everywhere=True)).outcomes == []
+
+
+@pytest.mark.parametrize("rates", [FaultRates(hang=1.0), FaultRates(raises=1.0), FaultRates(fail=1.0)])
+def test_a_stage_without_a_promise_that_does_not_answer_counts_as_having_all(rates: FaultRates) -> None:
+    async def main(world: SeededWorld) -> None:
+        far = StagePolicy(durable=False, limits=PoolLimits(deadline=0.5, retries=0, failures=2))
+        async with chained(ALL, far, port=world.port) as s:
+            await s.put(1)
+            s.stores[1].drop(s.keys(1)[0])
+            s.faults[1].rates = rates
+            waits = []
+            for _ in range(4):
+                started = world.port.now()
+                assert (await s.pool.exists(s.keys(1, 9), everywhere=True)).outcomes == [HIT, MISS]
+                waits.append(world.port.now() - started)
+            assert waits[0] <= 0.6
+            assert waits[-1] < 0.01, "it is down"
+            s.faults[1].rates = FaultRates()
+            s.faults[1].release()
+            await s.pool.chain.detach("stage1")
+            assert (await s.pool.exists(s.keys(1), everywhere=True)).outcomes == [HIT]
+            s.faults[0].rates = FaultRates(raises=1.0)
+            assert (await s.pool.exists(s.keys(1), everywhere=True)).outcomes == [FAILED]
+
+    run_seeded(0, main)
+
+
+@pytest.mark.asyncio
+async def test_what_has_left_a_stage_without_a_promise_for_the_next_is_there() -> None:
+    async with chained(ALL, StagePolicy(durable=False), StagePolicy(write="leaving")) as s:
+        await s.put(1)
+        s.stores[1].drop(s.keys(1)[0])
+        key = s.keys(1)[0]
+        page = s.stores[0].read(key)
+        assert page is not None
+        s.stores[2].write(key, *page)
+        assert (await s.pool.exists([key], everywhere=True)).outcomes == [HIT]
+        s.stores[2].drop(key)
+        assert (await s.pool.exists([key], everywhere=True)).outcomes == [MISS]
+
+
+@pytest.mark.asyncio
 async def test_a_stage_without_a_promise_that_is_behind_is_left_out() -> None:
     async with chained(ALL, StagePolicy(durable=False)) as s:
         s.faults[1].rates = FaultRates(hang=1.0, calls=("put",))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from asynchicache.controller.executor import Executor
 from asynchicache.controller.storage_pools import Presence, StoragePools
@@ -28,6 +29,7 @@ class PresenceQuery:
         digests: of all pages of the path, from its first.
         pages: numbers of the pages to ask for.
         fresh: cached answers must not be used.
+        everywhere: what `StoragePools.exists` asks; the answer is none to another question.
         before: None. Or the digests are of pages that follow the last of these, each of them instead of the
             others.
         askers: how many wait for the answer; a query that nobody waits for is not made.
@@ -39,6 +41,7 @@ class PresenceQuery:
     pages: range
     fresh: bool
     before: Sequence[bytes] | None = None
+    everywhere: bool = False
     askers: int = 0
     answer: asyncio.Future[Presence] = field(init=False)
 
@@ -52,6 +55,14 @@ class PresenceQuery:
         last, head = len(self.before), naming_page(len(self.before))
         digests = self.digests[self.pages.start : self.pages.stop]
         return [PlacedPage(one, self.before[head] if last else one, last - head) for one in digests]
+
+
+class _Kind(NamedTuple):
+    """What queries have in common that one call asks."""
+
+    component_id: int
+    fresh: bool
+    everywhere: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,8 +81,8 @@ class PresenceQueries:
         self._executor = executor
         self._in_flight: list[PresenceQuery] = []
         self._listeners: set[_Listener] = set()
-        self._waiting: dict[tuple[int, bool], list[PresenceQuery]] = {}  # by component, and whether fresh
-        self._calls: dict[tuple[int, bool], asyncio.Semaphore] = {}
+        self._waiting: dict[_Kind, list[PresenceQuery]] = {}
+        self._calls: dict[_Kind, asyncio.Semaphore] = {}
 
     @contextmanager
     def listen(self, digests: Sequence[bytes], answered: list[PresenceQuery]) -> Iterator[None]:
@@ -90,6 +101,7 @@ class PresenceQueries:
         pages: range,
         *,
         fresh: bool = False,
+        everywhere: bool = False,
         answered: Sequence[PresenceQuery] = (),
         before: Sequence[bytes] | None = None,
     ) -> Presence:
@@ -101,19 +113,19 @@ class PresenceQueries:
         Args:
             digests: of all pages of the path, from its first.
             pages: numbers of the pages to ask for, ascending and without gaps.
-            fresh: do not use cached answers.
+            fresh, everywhere: see `StoragePools.exists`.
             answered: queries whose answers are recent enough, see `listen`.
             before: see `PresenceQuery`. Who listens does not know yet that it will ask for such pages.
         """
-        known = [*answered, *self._in_flight]
-        parts = list(self._parts(known, component_id, digests, pages, fresh))
+        known, kind = [*answered, *self._in_flight], _Kind(component_id, fresh, everywhere)
+        parts = list(self._parts(known, kind, digests, pages))
         new = [question for question, _, mine in parts if mine]
         for question in new:
             question.before = before
         for question, _, _ in parts:
             question.askers += 1
         try:
-            self._put(new, (component_id, fresh))
+            self._put(new, kind)
             return await self._joined([(question, span) for question, span, _ in parts])
         finally:
             for question, _, _ in parts:
@@ -133,31 +145,28 @@ class PresenceQueries:
     def _parts(
         self,
         known: Sequence[PresenceQuery],
-        component_id: int,
+        kind: _Kind,
         digests: Sequence[bytes],
         pages: range,
-        fresh: bool,
     ) -> Iterator[tuple[PresenceQuery, range, bool]]:
         """Queries that cover `pages` in order, each with the span it answers and whether it is new."""
         at = pages.start
-        for span, question in _shared(known, component_id, digests, pages, fresh):
+        for span, question in _shared(known, kind, digests, pages):
             if span.stop <= at:
                 continue
             if span.start > at:
-                yield self._new(component_id, digests, range(at, span.start), fresh)
+                yield self._new(kind, digests, range(at, span.start))
             yield question, range(max(at, span.start), span.stop), False
             at = span.stop
         if at < pages.stop:
-            yield self._new(component_id, digests, range(at, pages.stop), fresh)
+            yield self._new(kind, digests, range(at, pages.stop))
 
-    def _new(
-        self, component_id: int, digests: Sequence[bytes], pages: range, fresh: bool
-    ) -> tuple[PresenceQuery, range, bool]:
-        question = PresenceQuery(component_id, digests, pages, fresh)
+    def _new(self, kind: _Kind, digests: Sequence[bytes], pages: range) -> tuple[PresenceQuery, range, bool]:
+        question = PresenceQuery(kind.component_id, digests, pages, kind.fresh, everywhere=kind.everywhere)
         self._in_flight.append(question)
         return question, pages, True
 
-    def _put(self, queries: Sequence[PresenceQuery], kind: tuple[int, bool]) -> None:
+    def _put(self, queries: Sequence[PresenceQuery], kind: _Kind) -> None:
         """Ask storage, together with all waiting queries of the same kind.
 
         An engine takes many keys per call, but few concurrent calls. The call is a task of its own: others
@@ -173,7 +182,7 @@ class PresenceQueries:
             task = self._executor.call(self._call(kind, waiting))
             task.add_done_callback(partial(self._call_ended, kind, waiting))
 
-    async def _call(self, kind: tuple[int, bool], waiting: list[PresenceQuery]) -> None:
+    async def _call(self, kind: _Kind, waiting: list[PresenceQuery]) -> None:
         async with self._calls.setdefault(kind, asyncio.Semaphore(_MAX_CALLS)):
             await self._gather(waiting)
             del self._waiting[kind]  # later queries need another call
@@ -182,9 +191,7 @@ class PresenceQueries:
             if asked:
                 self._answered(asked, await self._answer(kind, asked))
 
-    def _call_ended(
-        self, kind: tuple[int, bool], batch: Sequence[PresenceQuery], task: asyncio.Task[None]
-    ) -> None:
+    def _call_ended(self, kind: _Kind, batch: Sequence[PresenceQuery], task: asyncio.Task[None]) -> None:
         """Nobody waits for a call that was cancelled, perhaps before it began, or that failed."""
         if self._waiting.get(kind) is batch:
             del self._waiting[kind]
@@ -199,11 +206,12 @@ class PresenceQueries:
             for _ in range(_TURNS_TO_GATHER):
                 await asyncio.sleep(0)
 
-    async def _answer(self, kind: tuple[int, bool], batch: Sequence[PresenceQuery]) -> Presence:
+    async def _answer(self, kind: _Kind, batch: Sequence[PresenceQuery]) -> Presence:
         """Storage's answer for the pages of all queries in `batch`, concatenated."""
-        component_id, fresh = kind
         pages = [page for one in batch for page in one.placed()]
-        return await self._storage.exists(component_id, pages, fresh=fresh)
+        return await self._storage.exists(
+            kind.component_id, pages, fresh=kind.fresh, everywhere=kind.everywhere
+        )
 
     def _answered(self, batch: Sequence[PresenceQuery], answer: Presence) -> None:
         """Give each query of a batch its part of the answer."""
@@ -229,12 +237,14 @@ class PresenceQueries:
 
 
 def _shared(
-    known: Sequence[PresenceQuery], component_id: int, digests: Sequence[bytes], pages: range, fresh: bool
+    known: Sequence[PresenceQuery], kind: _Kind, digests: Sequence[bytes], pages: range
 ) -> list[tuple[range, PresenceQuery]]:
     """Queries of `known` that answer part of `pages`, in page order."""
     found = []
     for question in known:
-        if question.component_id != component_id or (fresh and not question.fresh):
+        if question.component_id != kind.component_id or question.everywhere != kind.everywhere:
+            continue
+        if kind.fresh and not question.fresh:
             continue
         start = max(question.pages.start, pages.start)
         if _is_common(question.digests, digests, start):

@@ -264,25 +264,34 @@ class StoragePools:
         return gone
 
     async def exists(
-        self, component_id: int, pages: Sequence[PlacedPage], *, fresh: bool = False
+        self,
+        component_id: int,
+        pages: Sequence[PlacedPage],
+        *,
+        fresh: bool = False,
+        everywhere: bool = False,
     ) -> Presence:
         """Which pages are present in every pool that shares the component's slots.
 
         Args:
             fresh: do not use cached answers.
+            everywhere: nor leave out stages of a chain that promise nothing, see `ChainedPool.exists`.
         """
         flags, reason = b"", MissReason.NONE
         for start in range(0, len(pages), SLICE_PAGES):
             if start:
                 await asyncio.sleep(0)
+            some = pages[start : start + SLICE_PAGES]
             part = await self.exists_in_all(
-                self._sharing(component_id), pages[start : start + SLICE_PAGES], fresh
+                self._sharing(component_id), some, fresh=fresh, everywhere=everywhere
             )
             flags += part.flags
             reason = part.reason if reason is MissReason.NONE else reason
         return Presence(flags, reason)
 
-    async def exists_in_all(self, names: Iterable[str], pages: Sequence[PlacedPage], fresh: bool) -> Presence:
+    async def exists_in_all(
+        self, names: Iterable[str], pages: Sequence[PlacedPage], *, fresh: bool, everywhere: bool
+    ) -> Presence:
         """Which pages are present in every pool of `names`."""
         flags, reason = bytes([1]) * len(pages), MissReason.NONE
         for name in names:
@@ -290,7 +299,8 @@ class StoragePools:
             answer = BatchResult([Outcome.FAILED] * len(pages))
             with suppress(ClosedError):  # it was detached meanwhile
                 if pool is not None:
-                    answer = await pool.guard.exists(_keys(pool, pages), fresh=fresh)
+                    keys = _keys(pool, pages)
+                    answer = await pool.guard.exists(keys, fresh=fresh, everywhere=everywhere)
             flags = bytes(map(and_, flags, answer.present))
             reason = next(
                 (_ANSWER_REASONS[outcome] for outcome in _ANSWER_REASONS if outcome in answer.outcomes),

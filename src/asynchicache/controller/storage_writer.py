@@ -143,9 +143,9 @@ class StorageWriter:
             self._executor.call(self._look_at(ends))
 
     async def _look_at(self, ends: Sequence[Node]) -> None:
-        """Rewrite used paths of which storage has not even the beginning any more."""
+        """Rewrite used paths of which storage, or a stage of it, has not even the beginning any more."""
         beginnings = self._backups.beginnings(ends)  # now: some may have been evicted since they were used
-        found = await self._storage.exists(FULL, list(beginnings), fresh=True)
+        found = await self._storage.exists(FULL, list(beginnings), everywhere=True)
         if found.reason is not MissReason.NONE or self._executor.stopped:
             return
         for nodes, there in zip(beginnings.values(), found.flags, strict=True):
@@ -279,12 +279,20 @@ class StorageWriter:
                 self._backups.finish(work)
 
     async def confirm(
-        self, node: Node, earlier: Sequence[Node] = (), promise: PromisedPrefix | None = None
+        self,
+        node: Node,
+        earlier: Sequence[Node] = (),
+        promise: PromisedPrefix | None = None,
+        *,
+        everywhere: bool = False,
     ) -> bool | None:
         """Whether storage has everything marked stored on the path to `node`, and all that `promise` needs;
         None without an answer.
 
         Clears the marks of lost pages, so that they are written again.
+
+        Args:
+            everywhere: as of `StoragePools.exists`. Default: what promises nothing is not asked.
         """
         forgotten = self._backups.forgotten
         digests, claims = self._backups.pages_marked_stored(node, earlier)
@@ -292,7 +300,7 @@ class StorageWriter:
             if promise is not None:
                 digests = await self._with_promised(digests, promise)
                 claims = _both(claims, promise.needed)
-            found = [await self._ask(component_id, digests, pages) for component_id, pages in claims.items()]
+            found = [await self._ask(one, digests, pages, everywhere) for one, pages in claims.items()]
         if self._backups.forgotten != forgotten or self.clearing:
             return False  # all marks were cleared meanwhile, or will be: what is there may be gone then
         there = True
@@ -311,17 +319,20 @@ class StorageWriter:
         rest = memoryview(promise.words)[len(digests) * size : promise.pages * size]
         return digests + await sliced_digests(rest, size, digests[-1] if digests else promise.seed)
 
-    async def _ask(self, component_id: int, digests: Sequence[bytes], pages: Sequence[int]) -> Presence:
+    async def _ask(
+        self, component_id: int, digests: Sequence[bytes], pages: Sequence[int], everywhere: bool
+    ) -> Presence:
         if isinstance(pages, range):
-            return await self._presence.ask(component_id, digests, pages, fresh=True)
-        return await self._storage.exists(component_id, placed_pages(digests, pages), fresh=True)
+            return await self._presence.ask(component_id, digests, pages, fresh=True, everywhere=everywhere)
+        placed = placed_pages(digests, pages)
+        return await self._storage.exists(component_id, placed, fresh=True, everywhere=everywhere)
 
     def write_lost(self, node: Node) -> None:
         """Rewrite what storage has lost of the path to `node`, though it is marked stored."""
         self._executor.call(self._write_lost(node))
 
     async def _write_lost(self, node: Node) -> None:
-        if await self.confirm(node) is False and not self._executor.stopped:
+        if await self.confirm(node, everywhere=True) is False and not self._executor.stopped:
             self._storage.renew_labels()  # they may be lost too
             self._executor.run(self._backups.backup(node))
             self.store(node)
@@ -401,7 +412,7 @@ class StorageWriter:
             with self._backups.noting_writes() as written:
                 spans = [self._backups.stored_pages(node, component_id) for node in nodes]
                 pages = [page for span in spans for page in span.values()]
-                found = await self._storage.exists(component_id, pages, fresh=True)
+                found = await self._storage.exists(component_id, pages, everywhere=True)
             if found.reason is not MissReason.NONE or self._backups.forgotten != forgotten or self.clearing:
                 return False
             flags = iter(found.flags)

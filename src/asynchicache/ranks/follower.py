@@ -321,7 +321,9 @@ class RankFollower:
             case ExistsEntry():
                 names = [name for name in entry.pools if name in self._pools]
                 pages = unpack_pages(entry.pages)
-                flags, reason = await self._storage.exists_in_all(names, pages, entry.fresh)
+                flags, reason = await self._storage.exists_in_all(
+                    names, pages, fresh=entry.fresh, everywhere=entry.everywhere
+                )
                 self._answer(PresenceAnswer(entry.operation, flags, REASONS.index(reason)))
             case TouchEntry():
                 for one in entry.pages:

@@ -176,12 +176,17 @@ class GroupStorage(SharedStorage):
         self._leader = leader
         self._seconds = seconds
 
-    async def exists_in_all(self, names: Iterable[str], pages: Sequence[PlacedPage], fresh: bool) -> Presence:
-        if not self:  # detached, as while the weights change: what followers have now is of no use
-            return await super().exists_in_all(names, pages, fresh)
+    async def exists_in_all(
+        self, names: Iterable[str], pages: Sequence[PlacedPage], *, fresh: bool, everywhere: bool
+    ) -> Presence:
         names = list(names)
-        asking = self._leader.exists(names, pack_pages(pages), self._seconds, fresh=fresh)
-        here, answers = await asyncio.gather(super().exists_in_all(names, pages, fresh), asking)
+        own = super().exists_in_all(names, pages, fresh=fresh, everywhere=everywhere)
+        if not self:  # detached, as while the weights change: what followers have now is of no use
+            return await own
+        asking = self._leader.exists(
+            names, pack_pages(pages), self._seconds, fresh=fresh, everywhere=everywhere
+        )
+        here, answers = await asyncio.gather(own, asking)
         flags, reason = here
         for rank in self._leader.ranks:
             answer, _ = answers.get(rank, _NO_ANSWER)

@@ -231,8 +231,12 @@ class RankLeader:
     async def write(self, pages: Sequence[PoolPages], seconds: float) -> Answers:
         return await self._ask(lambda number: WriteEntry(number, list(pages)), seconds)
 
-    async def exists(self, pools: Sequence[str], pages: bytes, seconds: float, *, fresh: bool) -> Answers:
-        return await self._ask(lambda number: ExistsEntry(number, list(pools), pages, fresh), seconds)
+    async def exists(
+        self, pools: Sequence[str], pages: bytes, seconds: float, *, fresh: bool, everywhere: bool
+    ) -> Answers:
+        return await self._ask(
+            lambda number: ExistsEntry(number, list(pools), pages, fresh, everywhere), seconds
+        )
 
     async def clear(self, seconds: float) -> Answers:
         return await self._ask(ClearEntry, seconds)

@@ -19,7 +19,7 @@ from asynchicache.pools.shared import HostHandle
 from asynchicache.ranks.host_sizes import HostNeed
 from asynchicache.types import Direction, MissReason, Outcome, Tier
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of these messages. Both sides of a connection must have the same one."""
 
 _PAGE = Struct(f"{DIGEST_BYTES}s{DIGEST_BYTES}sB")
@@ -144,12 +144,13 @@ class WriteEntry(msgspec.Struct, frozen=True, tag="write", array_like=True):
 
 
 class ExistsEntry(msgspec.Struct, frozen=True, tag="exists", array_like=True):
-    """Ask storage which pages every one of `pools` has."""
+    """Ask storage which pages every one of `pools` has. `fresh`, `everywhere`: see `StoragePools.exists`."""
 
     operation: int
     pools: list[str]
     pages: bytes
     fresh: bool = False
+    everywhere: bool = False
 
 
 class TouchEntry(msgspec.Struct, frozen=True, tag="touch", array_like=True):

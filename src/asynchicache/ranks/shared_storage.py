@@ -27,9 +27,11 @@ class SharedStorage(StoragePools):
     def _left_to_owner(self, name: str) -> bool:
         return self._share.place > 0 and name in self._share.pools
 
-    async def exists_in_all(self, names: Iterable[str], pages: Sequence[PlacedPage], fresh: bool) -> Presence:
+    async def exists_in_all(
+        self, names: Iterable[str], pages: Sequence[PlacedPage], *, fresh: bool, everywhere: bool
+    ) -> Presence:
         asked = [name for name in names if not self._left_to_owner(name)]
-        return await super().exists_in_all(asked, pages, fresh)
+        return await super().exists_in_all(asked, pages, fresh=fresh, everywhere=everywhere)
 
     async def touch_pool(self, name: str, pages: Sequence[PlacedPage]) -> None:
         if not self._left_to_owner(name):

@@ -499,14 +499,21 @@ class ChainedPool:
         if self.closed:
             raise ClosedError(f"storage of pool {self._binding.pool!r} is closed")
 
-    async def exists(self, keys: Sequence[ObjectKey], *, fresh: bool = False) -> BatchResult:
+    async def exists(
+        self, keys: Sequence[ObjectKey], *, fresh: bool = False, everywhere: bool = False
+    ) -> BatchResult:
         """HIT if any stage has the page, else MISS, or FAILED or TIMEOUT if a stage gave no answer.
 
-        If `fresh`, HIT only if every stage has it that promises to (`StagePolicy.durable`).
+        If `fresh`, HIT only if every stage has it that promises to (`StagePolicy.durable`). If `everywhere`,
+        HIT only if a stage has it too that promises nothing, but lies behind one that does, gets all pages
+        and answers: no read brings back there what it has lost.
         """
         self._check_open()
         started = self.port.now()
-        outcomes = await (self._promised(keys) if fresh else self._anywhere(keys))
+        if everywhere:
+            outcomes = await self._everywhere(keys)
+        else:
+            outcomes = await (self._promised(keys) if fresh else self._anywhere(keys))
         return self._counted("exists", BatchResult(outcomes), started)
 
     async def _anywhere(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
@@ -545,13 +552,17 @@ class ChainedPool:
                 return (await guard.exists(keys, fresh=fresh)).outcomes
         return [Outcome.FAILED] * len(keys)
 
-    def _promising(self) -> list[int]:
-        """Numbers of the stages that `durable` counts on."""
-        numbers = [
+    def _given_all(self) -> list[int]:
+        """Numbers of the stages in use that get every page."""
+        return [
             number
             for number, stage in enumerate(self._stages)
             if stage.policy.write == "all" and not stage.stage.detached
         ]
+
+    def _promising(self) -> list[int]:
+        """Numbers of the stages that `durable` counts on."""
+        numbers = self._given_all()
         named = [number for number in numbers if self._promises(self._stages[number])]
         return named or [number for number in numbers if self._stages[number].policy.durable is None]
 
@@ -569,6 +580,22 @@ class ChainedPool:
         if not found:  # all that promise are detached
             return [Outcome.MISS] * len(keys)
         return [min(outcomes, key=_PROMISE_ORDER.index) for outcomes in zip(*found, strict=True)]
+
+    async def _everywhere(self, keys: Sequence[ObjectKey]) -> list[Outcome]:
+        """As `_promised`, but MISS also where a stage behind one that promises says that it has not a page.
+        If that gives no answer, it costs its own hits, and no rewrite."""
+        promising = self._promising()
+        # Nearer ones may evict what the others keep, and get it back with `promote`.
+        behind = [number for number in self._given_all() if number > min(promising, default=number)]
+        others = [number for number in behind if number not in promising]
+        outcomes, *found = await asyncio.gather(
+            self._promised(keys), *(self._kept(number, keys) for number in others)
+        )
+        for answers in found:
+            for place, answer in enumerate(answers):
+                if answer is Outcome.MISS and outcomes[place] is Outcome.HIT:
+                    outcomes[place] = Outcome.MISS
+        return outcomes
 
     async def _kept(self, number: int, keys: Sequence[ObjectKey]) -> list[Outcome]:
         outcomes, left = [Outcome.MISS] * len(keys), list(range(len(keys)))

@@ -355,16 +355,20 @@ class GuardedPool:
         """The most pages that the engine keeps in one object."""
         return self._capabilities.object_pages
 
-    async def exists(self, keys: Sequence[ObjectKey], *, fresh: bool = False) -> BatchResult:
+    async def exists(
+        self, keys: Sequence[ObjectKey], *, fresh: bool = False, everywhere: bool = False
+    ) -> BatchResult:
         """HIT, MISS, FAILED or TIMEOUT for each key.
 
         For a page of a shared engine that was seen recently the answer comes from memory, unless `fresh`. A
-        page that was found damaged is a miss until it is stored again.
+        page that was found damaged is a miss until it is stored again. `everywhere`: as `fresh`; more in a
+        chain.
 
         Raises:
             UsageError: a key belongs to another pool.
             ClosedError: the pool is closed; every call may raise this.
         """
+        fresh |= everywhere
         kind = CONFIRM if fresh else EXISTS
         if not self._presence:
             return await self._call(kind, keys, ())
