@@ -92,6 +92,7 @@ class BaseCache(Generic[RequestKind]):
         self._stack = stack
         self._closing = asyncio.Lock()
         self._updating = asyncio.Lock()
+        self._attaching = asyncio.Lock()
         self._closed = False
         self._opened_at = opened_at
         self._attached = config
@@ -371,11 +372,11 @@ class BaseCache(Generic[RequestKind]):
     async def update_weights(self, version: str) -> None:
         """Go on with other weights: forget all pages of the ones before.
 
-        Call it when no forward runs. From the call on nothing is matched. It waits for work in flight, for
-        `close_seconds` at most, and for storage as `detach_storage` does. Requests that had loaded before it
-        returns keep their slots, and publish nothing; `durable` returns False. A request that is matched or
-        resumed later is served. Pages of the old weights stay in storage, for caches that still serve them.
-        Cancelling the caller does not interrupt it.
+        Call it when no forward runs. From the call on nothing is matched. It waits for `attach_storage` to
+        end, for work in flight, for `close_seconds` at most, and for storage as `detach_storage` does.
+        Requests that had loaded before it returns keep their slots, and publish nothing; `durable` returns
+        False. A request that is matched or resumed later is served. Pages of the old weights stay in
+        storage, for caches that still serve them. Cancelling the caller does not interrupt it.
 
         Args:
             version: the new `weight_version`; nothing happens if it is the present one.
@@ -396,7 +397,8 @@ class BaseCache(Generic[RequestKind]):
             await shielded(self._update_weights(version))
 
     async def _update_weights(self, version: str) -> None:
-        async with self._updating:
+        # What is being attached is opened for the weights of before: it must be here, to be opened again.
+        async with self._updating, self._attaching:
             await self._parts.executor.checkpoint()
             if version == self.config.weight_version:
                 return
@@ -442,14 +444,16 @@ class BaseCache(Generic[RequestKind]):
             ClosedError: the cache is closed.
         """
         await self._parts.executor.checkpoint()
-        self._parts.storage_writer.check_none()  # before opening a store that could be the same folder
         given = None if isinstance(storage, str | list | tuple) else cast("StorageBackend", storage)
-        config = self.config
         if not isinstance(options or {}, Mapping | list) or (options and given is not None):
             raise ConfigError(f"options {options!r} must be a mapping, for a backend that is named")
-        if given is None:
-            config = msgspec.structs.replace(config, storage=storage, storage_options=options or {})
-        await self._attach(config, given)
+        self._parts.storage_writer.check_none()
+        async with self._attaching:
+            self._parts.storage_writer.check_none()  # before opening a store that could be the same folder
+            config = self.config
+            if given is None:
+                config = msgspec.structs.replace(config, storage=storage, storage_options=options or {})
+            await self._attach(config, given)
 
     async def _attach(
         self, config: CacheConfig, given: StorageBackend | None, without: Collection[str] = ()

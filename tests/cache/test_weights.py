@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from contextlib import suppress
 
+import msgspec
 import pytest
 
 from asynchicache import (
@@ -19,12 +20,13 @@ from asynchicache import (
     Request,
     Tier,
 )
-from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.backends.memory import MemoryBackend, MemoryEngine, MemoryStore
 from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.events import PagesRemoved, PagesStored, TiersCleared
 from asynchicache.hashing import ObjectKey, page_digests
 from asynchicache.layouts import HostLayout
 from asynchicache.storage.limits import PoolLimits
+from asynchicache.storage.protocol import PoolBinding
 from asynchicache.testing.checks import assert_clean
 from asynchicache.testing.faults import FaultRates, Faulty, Latency
 from asynchicache.testing.oracle import ByteOracle, HostOracle
@@ -135,6 +137,39 @@ async def test_an_open_request_goes_on_and_publishes_nothing() -> None:
         assert_clean(cache)
         await cache.flush()
         assert {tier.held for tiers in cache.statistics().occupancy.values() for tier in tiers} == {0}
+
+
+class OpensSlowly(MemoryBackend):
+    """A store that says when it is being opened, and is open when it is told to be."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.opening, self.opened = asyncio.Event(), asyncio.Event()
+
+    async def open_pool(self, binding: PoolBinding) -> MemoryEngine:
+        self.opening.set()
+        await self.opened.wait()
+        return await super().open_pool(binding)
+
+
+@pytest.mark.asyncio
+async def test_storage_that_is_being_attached_when_the_weights_change_has_the_new_ones() -> None:
+    store = MemoryStore()
+    async with HybridCache.open(SPEC, options()) as cache:
+        model, slow = Weights(cache), OpensSlowly(store)
+        attaching = asyncio.create_task(cache.attach_storage(slow))
+        await slow.opening.wait()
+        changing = asyncio.create_task(cache.update_weights("two"))
+        await asyncio.sleep(0)
+        slow.opened.set()
+        await asyncio.gather(attaching, changing)
+        await model.serve(PROMPT)
+        await cache.drain()
+        assert_clean(cache)
+    for version, tokens in (("one", 0), ("two", 20)):
+        changed = msgspec.structs.replace(options(), weight_version=version)
+        async with HybridCache.open(SPEC, changed, storage=MemoryBackend(store)) as cache:
+            assert (await Weights(cache).serve(PROMPT)).tokens == tokens, version
 
 
 def test_what_loads_during_the_change_restores_nothing_and_publishes_nothing() -> None:
