@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asynchicache.backends.memory import MemoryBackend, MemoryStore
+from asynchicache.backends.memory import MemoryBackend, MemoryEngine, MemoryStore
 from asynchicache.errors import ClosedError, ConfigError, StorageError
 from asynchicache.hashing import ObjectKey
 from asynchicache.ports import AsyncioPort, Port
@@ -509,6 +509,73 @@ def test_a_stage_that_is_not_there_at_first_is_opened_later(late: int) -> None:
         await chain.aclose()
 
     run_seeded(0, main)
+
+
+@pytest.mark.parametrize("attached_again", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stage_that_is_detached_while_it_is_opened_is_not_used(
+    attached_again: bool, fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(world: SeededWorld) -> None:
+        stores = [MemoryStore(), MemoryStore()]
+        backends = list[Gated]()
+
+        def far() -> StorageBackend:
+            backends.append(Gated(stores[1], fails=fails))
+            if len(backends) < 3:
+                raise StorageError("not there")
+            if len(backends) > 3:
+                backends[-1].gate.set()
+            return backends[-1]
+
+        stages = [ChainStage("s0", lambda: MemoryBackend(stores[0])), ChainStage("s1", far)]
+        chain = StorageChain(stages, world.port)
+        binding = SlotBinding(slab_of("kv", PAGE_BYTES, 8), fingerprint_of("w"))
+        pool = await chain.open_chained(binding, PoolLimits(cooldown=5.0))
+        bench = PoolUnderTest(pool.engine, binding)
+        await asyncio.sleep(6.0)
+        await bench.engine.exists(bench.keys(9))
+        await backends[2].asked.wait()
+        await chain.detach("s1")
+        if attached_again:
+            await chain.attach("s1")
+        backends[2].gate.set()
+        await asyncio.sleep(1.0)
+
+        await bench.put(bench.keys(2), [0])
+        assert len(stores[0]) == 1
+        assert len(stores[1]) == attached_again
+        await chain.attach("s1")
+        await bench.put(bench.keys(3), [0])
+        assert len(stores[1]) == 1 + attached_again
+        await chain.aclose()
+        assert [one.open for one in backends] == [0] * len(backends)
+        assert "a chain of stores failed" not in caplog.text
+
+    run_seeded(0, main)
+
+
+class Gated(MemoryBackend):
+    """A store whose pools are open when a gate is. `fails`: not if the store was closed before."""
+
+    def __init__(self, store: MemoryStore, *, fails: bool) -> None:
+        super().__init__(store)
+        self._fails = fails
+        self.gate, self.asked = asyncio.Event(), asyncio.Event()
+        self.engines = list[MemoryEngine]()
+
+    async def open_pool(self, binding: PoolBinding) -> MemoryEngine:
+        if self._fails:
+            self.asked.set()
+            await self.gate.wait()
+        self.engines.append(await super().open_pool(binding))
+        self.asked.set()
+        await self.gate.wait()
+        return self.engines[-1]
+
+    @property
+    def open(self) -> int:
+        return sum(not engine.closed for engine in self.engines)
 
 
 @pytest.mark.asyncio

@@ -390,8 +390,15 @@ class ChainedPool:
             message = "pool %s: storage stage %s cannot be opened, and is tried again: %s"
             self._failures.warning(stage.stage.name, message, self._binding.pool, stage.stage.name, failed)
             return failed
+        except ClosedError as closed:
+            if stage.stage.backend is store:
+                raise
+            return StorageError(f"storage stage {name!r} was detached: {closed}")
         if self.closed:
             await guard.aclose()
+        if stage.stage.backend is not store:  # it was detached meanwhile, and may be attached again
+            await guard.aclose()
+            return StorageError(f"storage stage {name!r} was detached")
         if stage.policy.write == "leaving" and guard.object_pages > 1:
             # An engine that gives pages away knows their digests, but not where they lie on their paths.
             await guard.aclose()
