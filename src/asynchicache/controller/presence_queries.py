@@ -57,7 +57,7 @@ class PresenceQuery:
         return [PlacedPage(one, self.before[head] if last else one, last - head) for one in digests]
 
 
-class _Kind(NamedTuple):
+class _QueryKind(NamedTuple):
     """What queries have in common that one call asks."""
 
     component_id: int
@@ -81,8 +81,8 @@ class PresenceQueries:
         self._executor = executor
         self._in_flight: list[PresenceQuery] = []
         self._listeners: set[_Listener] = set()
-        self._waiting: dict[_Kind, list[PresenceQuery]] = {}
-        self._calls: dict[_Kind, asyncio.Semaphore] = {}
+        self._waiting: dict[_QueryKind, list[PresenceQuery]] = {}
+        self._calls: dict[_QueryKind, asyncio.Semaphore] = {}
 
     @contextmanager
     def listen(self, digests: Sequence[bytes], answered: list[PresenceQuery]) -> Iterator[None]:
@@ -117,7 +117,7 @@ class PresenceQueries:
             answered: queries whose answers are recent enough, see `listen`.
             before: see `PresenceQuery`. Who listens does not know yet that it will ask for such pages.
         """
-        known, kind = [*answered, *self._in_flight], _Kind(component_id, fresh, everywhere)
+        known, kind = [*answered, *self._in_flight], _QueryKind(component_id, fresh, everywhere)
         parts = list(self._parts(known, kind, digests, pages))
         new = [question for question, _, mine in parts if mine]
         for question in new:
@@ -145,7 +145,7 @@ class PresenceQueries:
     def _parts(
         self,
         known: Sequence[PresenceQuery],
-        kind: _Kind,
+        kind: _QueryKind,
         digests: Sequence[bytes],
         pages: range,
     ) -> Iterator[tuple[PresenceQuery, range, bool]]:
@@ -161,12 +161,14 @@ class PresenceQueries:
         if at < pages.stop:
             yield self._new(kind, digests, range(at, pages.stop))
 
-    def _new(self, kind: _Kind, digests: Sequence[bytes], pages: range) -> tuple[PresenceQuery, range, bool]:
+    def _new(
+        self, kind: _QueryKind, digests: Sequence[bytes], pages: range
+    ) -> tuple[PresenceQuery, range, bool]:
         question = PresenceQuery(kind.component_id, digests, pages, kind.fresh, everywhere=kind.everywhere)
         self._in_flight.append(question)
         return question, pages, True
 
-    def _put(self, queries: Sequence[PresenceQuery], kind: _Kind) -> None:
+    def _put(self, queries: Sequence[PresenceQuery], kind: _QueryKind) -> None:
         """Ask storage, together with all waiting queries of the same kind.
 
         An engine takes many keys per call, but few concurrent calls. The call is a task of its own: others
@@ -182,7 +184,7 @@ class PresenceQueries:
             task = self._executor.call(self._call(kind, waiting))
             task.add_done_callback(partial(self._call_ended, kind, waiting))
 
-    async def _call(self, kind: _Kind, waiting: list[PresenceQuery]) -> None:
+    async def _call(self, kind: _QueryKind, waiting: list[PresenceQuery]) -> None:
         async with self._calls.setdefault(kind, asyncio.Semaphore(_MAX_CALLS)):
             await self._gather(waiting)
             del self._waiting[kind]  # later queries need another call
@@ -191,7 +193,7 @@ class PresenceQueries:
             if asked:
                 self._answered(asked, await self._answer(kind, asked))
 
-    def _call_ended(self, kind: _Kind, batch: Sequence[PresenceQuery], task: asyncio.Task[None]) -> None:
+    def _call_ended(self, kind: _QueryKind, batch: Sequence[PresenceQuery], task: asyncio.Task[None]) -> None:
         """Nobody waits for a call that was cancelled, perhaps before it began, or that failed."""
         if self._waiting.get(kind) is batch:
             del self._waiting[kind]
@@ -206,7 +208,7 @@ class PresenceQueries:
             for _ in range(_TURNS_TO_GATHER):
                 await asyncio.sleep(0)
 
-    async def _answer(self, kind: _Kind, batch: Sequence[PresenceQuery]) -> Presence:
+    async def _answer(self, kind: _QueryKind, batch: Sequence[PresenceQuery]) -> Presence:
         """Storage's answer for the pages of all queries in `batch`, concatenated."""
         pages = [page for one in batch for page in one.placed()]
         return await self._storage.exists(
@@ -237,7 +239,7 @@ class PresenceQueries:
 
 
 def _shared(
-    known: Sequence[PresenceQuery], kind: _Kind, digests: Sequence[bytes], pages: range
+    known: Sequence[PresenceQuery], kind: _QueryKind, digests: Sequence[bytes], pages: range
 ) -> list[tuple[range, PresenceQuery]]:
     """Queries of `known` that answer part of `pages`, in page order."""
     found = []

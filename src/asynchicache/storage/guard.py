@@ -361,15 +361,13 @@ class GuardedPool:
         """HIT, MISS, FAILED or TIMEOUT for each key.
 
         For a page of a shared engine that was seen recently the answer comes from memory, unless `fresh`. A
-        page that was found damaged is a miss until it is stored again. `everywhere`: as `fresh`; more in a
-        chain.
+        page that was found damaged is a miss until it is stored again. `everywhere`: as `fresh`.
 
         Raises:
             UsageError: a key belongs to another pool.
             ClosedError: the pool is closed; every call may raise this.
         """
-        fresh |= everywhere
-        kind = CONFIRM if fresh else EXISTS
+        kind = CONFIRM if (fresh := fresh or everywhere) else EXISTS
         if not self._presence:
             return await self._call(kind, keys, ())
         self._check_keys(keys)
