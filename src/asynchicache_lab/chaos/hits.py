@@ -376,7 +376,8 @@ class HitOracle(Observer):
             case.allowed.add(MissReason.DEADLINE)
         if self._options.policy is PrefetchPolicy.BEST_EFFORT:  # what is read for others may keep the host
             case.allowed |= {MissReason.DEADLINE, MissReason.HOST_CAPACITY}
-        case.refused |= case.furthest > self._inventory.host_pages  # not all of it fits at once
+        wanted = case.furthest + bool(case.tails)
+        case.refused |= wanted > self._inventory.host_pages  # not all of it fits at once
         unseen = self._storage.has_lied or self._storage.has_near  # it may have been told of more pages
         told_more = unseen and case.limit > self._inventory.host_pages
         if case.refused or told_more or not self._asks:

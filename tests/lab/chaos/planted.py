@@ -653,7 +653,7 @@ def tails_are_asked_for_a_page_too_late(patch: Patch) -> None:
 
 @bug
 def durable_believes_its_marks(patch: Patch) -> None:
-    async def yes(self: StorageWriter, *_: Any) -> bool:
+    async def yes(self: StorageWriter, *_: Any, **__: Any) -> bool:
         return True
 
     patch.setattr(StorageWriter, "confirm", yes)
