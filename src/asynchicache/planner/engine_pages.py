@@ -251,9 +251,8 @@ class EnginePlanner:
             missing = [part for part in parts if part.residency[place] == ABSENT]
             if not all(page in named for part in missing for page in _pages(part, component.paged)):
                 continue  # a window with a gap is useless
-            for part in parts:
-                if part not in missing:
-                    self._tree.lock_for(kept, part, place)
+            for part in parts:  # those without slots too: room for the next component must not divide them
+                self._tree.lock_for(kept, part, place)
             count = sum(len(_pages(part, component.paged)) for part in missing)
             if not self._inventory.make_room(place, count):
                 self._inventory.counters.host_pressure += count
