@@ -130,3 +130,25 @@ def test_a_read_behind_pages_that_were_never_saved_gives_nothing() -> None:
     planner.release(request)
     planner.flush()
     assert planner.inventory.verify() == []
+
+
+def test_room_for_one_window_divides_no_node_whose_other_window_is_saved() -> None:
+    """What the engine saved first has no pages of `swa`, and its pages of `near` must go in part."""
+    slots = {"kv": (0, 32), "swa": (0, 16), "near": (0, 3)}
+    spec = small_spec(page_size=SIZE, states=False, windows={"swa": 4, "near": 1})
+    planner = Planner(spec, slots, engine_pages={"kv": 32, "swa": 32, "near": 32})
+
+    def saved(pages: int, *names: str) -> None:
+        request = planner.open(PROMPT[: pages * SIZE + 1], b"")
+        for load in planner.engine.load(request, {}):
+            planner.copy_finished(load, None)
+        named = {name: range(pages) for name in names}
+        for copy in planner.engine.backup(request, pages, named, states=True, usable=True):
+            assert all(len(one.sources) == len(one.destinations) for one in copy.transfers)
+            planner.copy_finished(copy, None)
+        planner.release(request)
+
+    saved(3, "kv", "near")
+    saved(5, "kv")
+    saved(5, "kv", "swa", "near")
+    assert planner.inventory.counters.backed_up == 3 + 2 + 2 + 5 + 2
