@@ -159,8 +159,8 @@ async def _removed(
     """Remove pools, or their pages of a namespace: what went, and what stays."""
     async with opened(options, writes=not options.dry_run) as inventory:
         pools = await inventory.pools()
-        for damaged in (pool for pool in pools if pool.problem):
-            raise StorageFormatError(damaged.problem)  # it might be one of those that are meant
+        if problems := [pool.problem for pool in pools if pool.problem]:
+            raise StorageFormatError(problems[0])  # that pool might be one of those that are meant
         if now is not None:
             check_clock(pools, now)
             await check_clocks(inventory, now)

@@ -5,9 +5,9 @@ nothing, `lock` returns a lease, `insert` is one transaction that reports what b
 slots whose bytes are in flight are marked as such instead of being committed early.
 
 The tree decides and counts; it never allocates, frees or copies. The caller owns the slots that the
-tree returns. Slots of a node change in `fill_slots`, `mark_resident` and `clear_slots` only, and the
-structure in `add_child`, `split`, `trim` and `remove` only: child counts, eviction queues and versions are
-kept there.
+tree returns. Slots of a node change in `fill_slots`, `mark_resident`, `relocate` and `clear_slots` only, and
+the structure in `add_child`, `split`, `trim` and `remove` only: child counts, eviction queues and versions
+are kept there.
 Copies between tiers are in `tree.tier_copies`, eviction is in `tree.eviction`, what is lost with a node's
 slots in `tree.value`.
 
