@@ -152,6 +152,11 @@ def test_a_hit_rate_below_the_ceiling_is_a_violation_where_nothing_may_be_lost(
     assert bool(demo_result(**{name: mode_result(hit_rate=0.8)}).violations) is matters
 
 
+def test_no_mode_has_storage_that_can_never_be_used(tmp_path: Path) -> None:
+    configs = [mode.config(DemoOptions(), tmp_path) for mode in modes.MODES if mode.config is not None]
+    assert all(all(one.host_slots.values()) == (one.storage is not None) for one in configs)
+
+
 def test_the_report_escapes_what_it_is_given_and_names_violations() -> None:
     blurbs = dict.fromkeys(NAMES, "tells < much")
     page = render(demo_result(hybrid=mode_result(equal=False)), [0.9, 0.9], blurbs)

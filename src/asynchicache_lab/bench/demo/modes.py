@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from asynchicache.config import CacheConfig, PrefetchOptions
 from asynchicache.types import PrefetchPolicy
 from asynchicache_lab.bench.demo.options import DemoOptions
@@ -36,8 +38,9 @@ def _tiered(options: DemoOptions, folder: Path) -> CacheConfig:
 
 
 def _states_on_device(options: DemoOptions, folder: Path) -> CacheConfig:
-    """Like the tiered cache, but states are lost when the device evicts them."""
-    return _config(options, folder, states=max(2, options.num_clients * 6 // 10), host_states=0)
+    """Like the tiered cache, but states are lost when the device evicts them, so storage is of no use."""
+    config = _config(options, folder, states=max(2, options.num_clients * 6 // 10), host_states=0)
+    return msgspec.structs.replace(config, storage=None, storage_options={})
 
 
 def _config(options: DemoOptions, folder: Path, *, states: int, host_states: int) -> CacheConfig:
@@ -58,7 +61,7 @@ MODES = (
     Mode("uncached", "Every prompt is computed from its first token on."),
     Mode(
         "no_offload",
-        "Attention pages in all three tiers, states on the device only, where not all clients' fit.",
+        "Attention pages in device and host memory, states on the device only, where not all clients' fit.",
         _states_on_device,
     ),
     Mode("hybrid", "Pages and states in device memory, host memory and files.", _tiered),
